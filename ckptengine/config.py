@@ -1,0 +1,73 @@
+"""How a Checkpointer behaves: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PAGE_NBYTES = 4096
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a `Checkpointer`. All ranks must use the same.
+
+    block_nbytes: unit of I/O, digest and compression; a multiple of 4096.
+    codec: `"raw"`, or `"zstd"` (per block, at `zstd_level`).
+    direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never does.
+    io_threads: parallel block reads or writes per rank.
+    max_arenas: snapshots held at once (2 lets one be taken while the last is still being written).
+    arena_budget_nbytes: bound on all arenas together; a save that needs more than is free waits. None: `max_arenas` is
+        the only bound.
+    keep_last, keep_every: retention, applied after each commit: keep the newest N steps, and every step divisible by M.
+        None for both keeps everything.
+    allow_pickle: store values of unknown types with pickle, and read them back.
+    on_error: a failed background save is raised by the next call (`"raise"`) or logged (`"warn"`).
+    retries: fresh attempts after a failed one, from the same snapshot.
+    commit_timeout_s: from the request of a save to its commit; the save fails on all ranks when it passes.
+    stall_timeout_s: a writer that makes no progress for so long is ended and its save fails.
+    agree_timeout_s: for ranks to agree (construction, restore).
+    """
+
+    block_nbytes: int = 16 << 20
+    codec: Literal["raw", "zstd"] = "raw"
+    zstd_level: int = 1
+    direct_io: Literal["auto", "on", "off"] = "auto"
+    io_threads: int = 4
+    max_arenas: int = 2
+    arena_budget_nbytes: int | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+    allow_pickle: bool = False
+    on_error: Literal["raise", "warn"] = "raise"
+    retries: int = 0
+    commit_timeout_s: float = 1800.0
+    stall_timeout_s: float = 300.0
+    agree_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.block_nbytes <= 0 or self.block_nbytes % PAGE_NBYTES:
+            problems.append(f"block_nbytes must be a positive multiple of {PAGE_NBYTES}, not {self.block_nbytes}")
+        if self.codec not in ("raw", "zstd"):
+            problems.append(f'codec must be "raw" or "zstd", not {self.codec!r}')
+        if not -7 <= self.zstd_level <= 22:
+            problems.append(f"zstd_level must be in [-7, 22], not {self.zstd_level}")
+        if self.direct_io not in ("auto", "on", "off"):
+            problems.append(f'direct_io must be "auto", "on" or "off", not {self.direct_io!r}')
+        if self.on_error not in ("raise", "warn"):
+            problems.append(f'on_error must be "raise" or "warn", not {self.on_error!r}')
+        for name in ("io_threads", "max_arenas"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("keep_last", "keep_every", "arena_budget_nbytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"{name} must be at least 1 or None, not {value}")
+        if self.retries < 0:
+            problems.append(f"retries must not be negative, not {self.retries}")
+        for name in ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s"):
+            if not getattr(self, name) > 0:
+                problems.append(f"{name} must be positive, not {getattr(self, name)}")
+        if problems:
+            raise ValueError("; ".join(problems))
