@@ -1,0 +1,77 @@
+# Everything starts from a virtual environment of its own, made on the first call and again when the
+# dependencies change. `make help` lists the targets.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# PYTHON=/path/to/python chooses the interpreter; else the first of these that is 3.10 to 3.12 and can make a venv.
+PYTHON ?=
+CANDIDATES := python3.11 python3 python3.12 python3.10
+SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Extra arguments for pytest: make test ARGS='-k verify -x'
+ARGS ?=
+
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(BIN)/python -c '$(SUITABLE)' 2>/dev/null; then \
+	  found=; \
+	  for candidate in $(if $(PYTHON),'$(PYTHON)',$(CANDIDATES)); do \
+	    if "$$candidate" -c '$(SUITABLE)' >/dev/null 2>&1; then found=$$candidate; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "ckptengine needs CPython 3.10, 3.11 or 3.12 with the venv module;" \
+	      "none of these is one: $(if $(PYTHON),$(PYTHON),$(CANDIDATES))." >&2; \
+	    echo "On Debian or Ubuntu: apt-get install python3-venv. Elsewhere: make PYTHON=/path/to/python ..." >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "making $(VENV) with $$("$$found" --version)"; \
+	  "$$found" -m venv --clear $(VENV); \
+	fi
+	@echo "installing the package and its development tools into $(VENV) (torch is large: this can take minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.PHONY: venv
+venv: $(STAMP) ## make the virtual environment
+
+.PHONY: demo
+demo: $(STAMP) ## train on two ranks, kill one, recover, compare bit for bit (about two minutes, CPU only)
+	@$(BIN)/python -m trainer.demo
+
+.PHONY: test
+test: $(STAMP) ## run the default tests (no GPU, no Lustre needed)
+	@$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-slow
+test-slow: $(STAMP) ## run the slow tests too: many kills, large states
+	@$(BIN)/python -m pytest -m 'slow and not lustre' $(ARGS)
+
+.PHONY: lint
+lint: $(STAMP) ## ruff and mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+.PHONY: format
+format: $(STAMP) ## let ruff format the code and sort the imports
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.PHONY: wheel
+wheel: $(STAMP) ## build the wheel into dist/
+	@$(BIN)/python -m build --wheel
+
+.PHONY: clean
+clean: ## remove what was built or cached (the virtual environment stays: rm -r .venv)
+	@rm -rf build dist demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@find . -path ./$(VENV) -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
+
+.PHONY: help
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18

@@ -1,0 +1,32 @@
+"""Which tests can run here?"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not os.environ.get("CKPT_LUSTRE_DIR"):
+        for item in items:
+            if item.get_closest_marker("lustre"):
+                item.add_marker(pytest.mark.skip(reason="needs CKPT_LUSTRE_DIR, a directory on Lustre"))
+
+
+def pytest_configure() -> None:
+    # Spawned workers and the command line tool must speak as in a plain terminal, whatever the caller's is.
+    for name in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "PYTHONWARNINGS", "CKPT_DEBUG"):
+        os.environ.pop(name, None)
+
+
+def _has_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        import torch
+    return bool(torch.cuda.is_available())
