@@ -1,0 +1,27 @@
+"""Which digest protects the bytes of a checkpoint? xxh3-128, in its canonical (big-endian) form.
+
+It guards against damage, not against forgery: it runs at memory speed, and releases the GIL while it does.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+DIGEST_NBYTES = 16
+
+_HEX = frozenset("0123456789abcdef")
+
+
+def digest(data: bytes | bytearray | memoryview) -> bytes:
+    """The 16-byte digest of a contiguous buffer."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def hexdigest(data: bytes | bytearray | memoryview) -> str:
+    """The digest as 32 lower-case hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def is_lower_hex(text: str, length: int) -> bool:
+    """Is `text` exactly `length` lower-case hexadecimal digits?"""
+    return len(text) == length and _HEX.issuperset(text)

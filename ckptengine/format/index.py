@@ -1,0 +1,274 @@
+"""Which chunks of which tensors are in which shards? All shard headers, boiled down to what resharding needs.
+
+INDEX is an optimisation: it can be rebuilt from the headers, and is used only if its digest is the manifest's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import zstandard
+
+from ckptengine.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptengine.format import dtypes
+from ckptengine.format.digest import DIGEST_NBYTES, digest
+from ckptengine.format.entries import ShardHeader, is_c_order
+from ckptengine.format.geometry import Chunk
+from ckptengine.format.limits import INT64_MAX, MAX_INDEX_NBYTES
+from ckptengine.format.names import AttemptId
+
+if TYPE_CHECKING:
+    # numpy is imported where columns are made: what only asks for a manifest should not wait for it.
+    import numpy as np
+    from numpy.typing import NDArray
+
+_VERSION = 1
+_MAGIC = b"CKPTIDX"
+_HEAD = struct.Struct("<7sBQ")
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+
+
+class _Content(msgspec.Struct, forbid_unknown_fields=True):
+    """The msgpack inside the frame: three lists parallel to `names`, then the columns, one row per stored chunk."""
+
+    attempt: str
+    names: list[str]
+    dtype: list[str]
+    global_shape: list[tuple[Size, ...]]
+    flat_of: list[tuple[Size, ...] | None]
+    name: bytes
+    rank: bytes
+    ndim: bytes
+    offsets: bytes
+    shape: bytes
+    start: bytes
+    stop: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedChunk:
+    """A chunk of a tensor and the bytes [start, stop) of the data section of its rank's shard that hold it."""
+
+    name: str
+    rank: int
+    chunk: Chunk
+    start: int
+    stop: int
+
+
+class Index:
+    """The tensors of all shards, by name."""
+
+    def __init__(self, content: _Content) -> None:
+        """Takes the columns of `content` as they are; raises `ValueError` unless they are consistent."""
+        import numpy as np
+
+        self.attempt = content.attempt
+        AttemptId.parse(content.attempt)
+        self._names = content.names
+        self._numbers = {name: i for i, name in enumerate(content.names)}
+        self._infos = list(zip(content.dtype, content.global_shape, content.flat_of, strict=True))
+        self._name = np.frombuffer(content.name, "<u4")
+        self._rank = np.frombuffer(content.rank, "<u4")
+        self._ndim = np.frombuffer(content.ndim, "u1")
+        self._offsets = np.frombuffer(content.offsets, "<i8")
+        self._shape = np.frombuffer(content.shape, "<i8")
+        self._start = np.frombuffer(content.start, "<u8")
+        self._stop = np.frombuffer(content.stop, "<u8")
+        self._dims = np.concatenate(([0], np.cumsum(self._ndim, dtype=np.int64)))
+        self._validate()
+        self._rows = np.searchsorted(self._name, np.arange(len(self._names) + 1))
+
+    def names(self) -> list[str]:
+        """All tensors, sorted."""
+        return list(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def info(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...] | None]:
+        """A tensor's dtype, global shape, and true shape if it is kept flattened; `KeyError` if there is none."""
+        return self._infos[self._numbers[name]]
+
+    def chunks(self, name: str) -> list[IndexedChunk]:
+        """The stored chunks of a tensor, by rank; `KeyError` if there is none of that name."""
+        number = self._numbers[name]
+        _, global_shape, flat_of = self._infos[number]
+        found = []
+        for row in range(int(self._rows[number]), int(self._rows[number + 1])):
+            dims = slice(int(self._dims[row]), int(self._dims[row + 1]))
+            offsets, shape = tuple(self._offsets[dims].tolist()), tuple(self._shape[dims].tolist())
+            chunk = Chunk(global_shape, offsets, shape, flat_of)
+            start, stop = int(self._start[row]), int(self._stop[row])
+            found.append(IndexedChunk(name, int(self._rank[row]), chunk, start, stop))
+        return found
+
+    def _validate(self) -> None:
+        import numpy as np
+
+        if any(a >= b for a, b in zip(self._names, self._names[1:], strict=False)):
+            raise ValueError("names are not sorted, or not unique")
+        for name, (dtype, global_shape, flat_of) in zip(self._names, self._infos, strict=True):
+            if not dtypes.is_known(dtype):
+                raise ValueError(f"tensor {name!r}: unknown dtype {dtype!r}")
+            Chunk(global_shape, (0,) * len(global_shape), global_shape, flat_of).validate()
+            if prod(global_shape) * dtypes.itemsize(dtype) > INT64_MAX:
+                raise ValueError(f"tensor {name!r} of {global_shape} overflows 64 bits")
+        count = len(self._name)
+        if any(len(column) != count for column in (self._rank, self._ndim, self._start, self._stop)):
+            raise ValueError("columns differ in length")
+        if len(self._offsets) != self._dims[-1] or len(self._shape) != self._dims[-1]:
+            raise ValueError("offsets or shape do not fit ndim")
+        if not count:
+            return
+        if self._name[-1] >= len(self._names) or np.any(self._name[1:] < self._name[:-1]):
+            raise ValueError("chunks are not ordered by name, or of a name that is not there")
+        ndims = np.array([len(shape) for _, shape, _ in self._infos], dtype=np.int64)
+        if np.any(ndims[self._name] != self._ndim):
+            raise ValueError("a chunk's ndim is not its tensor's")
+        sizes = self._per_chunk_sizes(ndims)
+        inside = (self._offsets >= 0) & (self._shape >= 0) & (self._shape <= sizes)
+        if not np.all(inside) or np.any(self._offsets > sizes - self._shape):
+            raise ValueError("a chunk is not inside its tensor")
+        itemsizes = np.array([dtypes.itemsize(dtype) for dtype, _, _ in self._infos], dtype=np.uint64)
+        nbytes = self._nelem() * itemsizes[self._name]
+        if np.any(self._stop < self._start) or np.any(self._stop - self._start != nbytes):
+            raise ValueError("a chunk's bytes are not as many as its elements need")
+        if np.any(self._stop > INT64_MAX):
+            raise ValueError("a chunk's bytes overflow 64 bits")
+
+    def _per_chunk_sizes(self, ndims: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The global sizes, laid out as the `offsets` and `shape` columns are."""
+        import numpy as np
+
+        flat = np.array([size for _, shape, _ in self._infos for size in shape], dtype=np.int64)
+        first = np.concatenate(([0], np.cumsum(ndims)))[self._name]
+        within = np.arange(self._dims[-1]) - np.repeat(self._dims[:-1], self._ndim)
+        sizes: NDArray[np.int64] = flat[np.repeat(first, self._ndim) + within]
+        return sizes
+
+    def _nelem(self) -> NDArray[np.uint64]:
+        """Elements per chunk. No product overflows: a chunk is inside its tensor, whose size was checked."""
+        import numpy as np
+
+        nelem = np.ones(len(self._name), dtype=np.uint64)
+        has_dims = np.flatnonzero(self._ndim)
+        if len(has_dims):
+            nelem[has_dims] = np.multiply.reduceat(self._shape.astype(np.uint64), self._dims[:-1][has_dims])
+        return nelem
+
+
+def index_from_headers(headers: Iterable[ShardHeader]) -> Index:
+    """The index of shards whose headers are at hand, for where INDEX is missing or damaged."""
+    return Index(_collect(headers))
+
+
+def build_index(headers: Iterable[ShardHeader]) -> bytes:
+    """INDEX for these shards, all of one attempt. `ValueError` if it would be larger than a reader accepts.
+
+    Whole tensors that differ in dtype or shape between ranks are values of each rank under one name: the lowest rank's
+    is indexed. Large values (`kind`), and views that are not in C order, are not: they are read through their header.
+    """
+    content = _collect(headers)
+    Index(content)
+    packed = msgspec.msgpack.encode(content)
+    frame = zstandard.ZstdCompressor(level=3).compress(packed)
+    body = _HEAD.pack(_MAGIC, _VERSION, len(frame)) + frame
+    data = body + digest(body)
+    if max(len(data), len(packed)) > MAX_INDEX_NBYTES:
+        raise ValueError(f"the index needs {len(packed)} bytes, more than {MAX_INDEX_NBYTES}")
+    return data
+
+
+def decode_index(data: bytes, *, path: str) -> Index:
+    """The index that `data` encodes; `CorruptCheckpointError`, or `UnsupportedFormatError` for a newer version."""
+    try:
+        return Index(_decode(data, path))
+    except (ValueError, zstandard.ZstdError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"malformed index: {error}",
+            path=path,
+            hint="the shard headers hold the same, so it can be ignored",
+        ) from error
+
+
+def _decode(data: bytes, path: str) -> _Content:
+    if not _HEAD.size + DIGEST_NBYTES <= len(data) <= MAX_INDEX_NBYTES:
+        raise ValueError(f"it cannot be {len(data)} bytes long")
+    magic, version, frame_nbytes = _HEAD.unpack_from(data)
+    if magic != _MAGIC or version < _VERSION:
+        raise ValueError("not an index of ckptengine")
+    if version > _VERSION:
+        raise UnsupportedFormatError(
+            f"index of version {version}", path=path, hint="install a newer version of ckptengine"
+        )
+    if frame_nbytes != len(data) - _HEAD.size - DIGEST_NBYTES:
+        raise ValueError(f"its length does not fit: {frame_nbytes} bytes of frame in a file of {len(data)}")
+    if digest(memoryview(data)[:-DIGEST_NBYTES]) != data[-DIGEST_NBYTES:]:
+        raise ValueError("its bytes and its digest differ")
+    frame = data[_HEAD.size : -DIGEST_NBYTES]
+    parameters = zstandard.get_frame_parameters(frame)
+    if parameters.content_size > MAX_INDEX_NBYTES:
+        # Also the value that stands for "unknown".
+        raise ValueError("its decompressed size is not given, or too large")
+    packed = zstandard.ZstdDecompressor(max_window_size=MAX_INDEX_NBYTES).decompress(
+        frame, allow_extra_data=False
+    )
+    return msgspec.msgpack.decode(packed, type=_Content)
+
+
+def _collect(headers: Iterable[ShardHeader]) -> _Content:
+    import numpy as np
+
+    infos: dict[str, tuple[str, tuple[int, ...], tuple[int, ...] | None]] = {}
+    found: list[tuple[str, int, int, int, Chunk]] = []
+    attempts = set()
+    for header in sorted(headers, key=lambda header: header.rank):
+        attempts.add(header.attempt)
+        for name, dtype, chunk, start, stop in _stored(header):
+            info = (dtype, chunk.global_shape, chunk.flat_of)
+            if infos.setdefault(name, info) == info:
+                found.append((name, header.rank, start, stop, chunk))
+    if len(attempts) != 1:
+        raise ValueError(f"headers of {len(attempts)} attempts, not of one")
+    names = sorted(infos)
+    numbers = {name: i for i, name in enumerate(names)}
+    found.sort(key=lambda row: row[:4])
+    return _Content(
+        attempt=attempts.pop(),
+        names=names,
+        dtype=[infos[name][0] for name in names],
+        global_shape=[infos[name][1] for name in names],
+        flat_of=[infos[name][2] for name in names],
+        name=np.array([numbers[row[0]] for row in found], dtype="<u4").tobytes(),
+        rank=np.array([row[1] for row in found], dtype="<u4").tobytes(),
+        ndim=np.array([len(row[4].shape) for row in found], dtype="u1").tobytes(),
+        offsets=np.array([size for row in found for size in row[4].offsets], dtype="<i8").tobytes(),
+        shape=np.array([size for row in found for size in row[4].shape], dtype="<i8").tobytes(),
+        start=np.array([row[2] for row in found], dtype="<u8").tobytes(),
+        stop=np.array([row[3] for row in found], dtype="<u8").tobytes(),
+    )
+
+
+def _stored(header: ShardHeader) -> Iterable[tuple[str, str, Chunk, int, int]]:
+    """What of a shard is indexed: `(name, dtype, chunk, start, stop)`."""
+    starts = {}
+    for entry in header.tensors:
+        starts[entry.name] = entry.start
+        if entry.kind is None:
+            yield entry.name, entry.dtype, entry.chunk or Chunk.whole(entry.shape), entry.start, entry.stop
+    for view in header.views:
+        # Only in C order are a view's bytes one range that reads like a stored tensor's.
+        if is_c_order(view.shape, view.stride):
+            start = starts[view.of] + view.byte_offset
+            chunk = view.chunk or Chunk.whole(view.shape)
+            yield view.name, view.dtype, chunk, start, start + view.extent_nbytes

@@ -1,0 +1,436 @@
+"""How is a shard's header laid down in bytes?
+
+Writing: `encode_header` before the first block is written, which fixes the header's size, and `seal_header` after the
+last, which fills in the digests. Reading: `header_nbytes` of the first 16 bytes, then `decode_header` of that many.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ckptengine.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptengine.format import dtypes, strict_json
+from ckptengine.format.blocks import BlockTable
+from ckptengine.format.digest import DIGEST_NBYTES, is_lower_hex
+from ckptengine.format.entries import METADATA_KEY, ShardHeader, TensorEntry, ViewEntry
+from ckptengine.format.geometry import Chunk
+from ckptengine.format.layout import PAD_PREFIX
+from ckptengine.format.limits import INT64_MAX, MAX_HEADER_NBYTES, PAGE, round_up
+
+__all__ = [
+    "METADATA_KEY",
+    "PREFIX_NBYTES",
+    "HeaderTemplate",
+    "ShardHeader",
+    "TensorEntry",
+    "ViewEntry",
+    "decode_header",
+    "encode_header",
+    "header_nbytes",
+    "seal_header",
+]
+
+PREFIX_NBYTES = 16
+"""How much of a shard `header_nbytes` needs to see."""
+
+_VERSION = 1
+_MAGIC = b"CKPTZ\0\0"
+_ZSTD_MAGIC = _MAGIC + bytes([_VERSION])
+_STORED_DIGITS = 8
+_KEYS = "ckptengine."
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+Sizes = tuple[Size, ...]
+
+
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor as safetensors has it."""
+
+    dtype: str
+    shape: Sizes
+    data_offsets: tuple[Size, Size]
+
+
+class _Extra(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What safetensors cannot say about a tensor."""
+
+    dtype: str | None = None
+    shape: Sizes | None = None
+    stride: Sizes | None = None
+    global_shape: Sizes | None = None
+    offsets: Sizes | None = None
+    flat_of: Sizes | None = None
+    placement: str | None = None
+    kind: str | None = None
+    descr: str | list[Any] | None = None
+
+
+class _View(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    of: str
+    byte_offset: Size
+    dtype: str
+    shape: Sizes
+    stride: Sizes | None = None
+    global_shape: Sizes | None = None
+    offsets: Sizes | None = None
+    flat_of: Sizes | None = None
+    placement: str | None = None
+
+
+class _Shard(msgspec.Struct, forbid_unknown_fields=True):
+    run: str
+    attempt: str
+    step: Size
+    rank: Size
+    world_size: Size
+    codec: Literal["raw", "zstd"]
+    block_nbytes: Size
+    data_nbytes: Size
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderTemplate:
+    """A header in its final size whose digests, and stored lengths, are still zeros."""
+
+    data: bytes
+    digests_at: int
+    stored_at: int | None
+    n_blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+def encode_header(header: ShardHeader) -> HeaderTemplate:
+    """The header's bytes up to the data section, without its digests. `ValueError` if it breaks a rule of the format."""
+    header.validate()
+    n_blocks = header.blocks.count
+    if header.block_nbytes >= 16**_STORED_DIGITS:
+        raise ValueError(f"block_nbytes must be less than 4 GiB, not {header.block_nbytes}")
+    compressed = header.codec == "zstd"
+    metadata = {
+        f"{_KEYS}format": str(_VERSION),
+        f"{_KEYS}shard": _dumps(_Shard(**{name: getattr(header, name) for name in _Shard.__struct_fields__})),
+        f"{_KEYS}digests": "0" * (2 * DIGEST_NBYTES * n_blocks),
+        **({f"{_KEYS}stored": "0" * (_STORED_DIGITS * n_blocks)} if compressed else {}),
+        f"{_KEYS}tensors": _dumps(_extras(header.tensors)),
+        f"{_KEYS}views": _dumps({view.name: _view(view) for view in header.views}),
+        f"{_KEYS}replicas": _dumps(header.replicas),
+        f"{_KEYS}tree": _dumps(header.tree),
+    }
+    text = msgspec.json.encode({METADATA_KEY: metadata, **_safetensors_entries(header)})
+    prefix_nbytes = PREFIX_NBYTES if compressed else PREFIX_NBYTES - len(_ZSTD_MAGIC)
+    nbytes = round_up(prefix_nbytes + len(text), PAGE)
+    if nbytes - prefix_nbytes > MAX_HEADER_NBYTES:
+        raise ValueError(
+            f"the header needs {nbytes} bytes, more than {MAX_HEADER_NBYTES}: keep large values as tensors or numpy arrays"
+        )
+    prefix = (_ZSTD_MAGIC if compressed else b"") + struct.pack("<Q", nbytes - prefix_nbytes)
+    data = (prefix + text).ljust(nbytes, b" ")
+    return HeaderTemplate(
+        data=data,
+        digests_at=_value_at(data, f"{_KEYS}digests"),
+        stored_at=_value_at(data, f"{_KEYS}stored") if compressed else None,
+        n_blocks=n_blocks,
+    )
+
+
+def seal_header(
+    template: HeaderTemplate, digests: Sequence[bytes], stored: Sequence[int] | None = None
+) -> bytes:
+    """The finished header: the template with every block's digest, and in compressed shards its stored length."""
+    if len(digests) != template.n_blocks or any(len(d) != DIGEST_NBYTES for d in digests):
+        raise ValueError(f"needs {template.n_blocks} digests of {DIGEST_NBYTES} bytes, got {len(digests)}")
+    if (stored is None) != (template.stored_at is None) or (
+        stored is not None and len(stored) != len(digests)
+    ):
+        raise ValueError("stored lengths are needed for the blocks of a compressed shard, and for no other")
+    data = bytearray(template.data)
+    text = b"".join(digests).hex().encode()
+    data[template.digests_at : template.digests_at + len(text)] = text
+    if stored is not None and template.stored_at is not None:
+        if any(not 0 < length < 16**_STORED_DIGITS for length in stored):
+            raise ValueError(f"a stored length does not fit: {stored}")
+        text = "".join(f"{length:0{_STORED_DIGITS}x}" for length in stored).encode()
+        data[template.stored_at : template.stored_at + len(text)] = text
+    return bytes(data)
+
+
+def header_nbytes(prefix: bytes, path: str) -> int:
+    """Where the data section begins, from a shard's first 16 bytes: how much to read for `decode_header`."""
+    if len(prefix) < PREFIX_NBYTES:
+        raise _corrupt(f"the file ends after {len(prefix)} bytes", path)
+    at = 0
+    if prefix[: len(_MAGIC)] == _MAGIC:
+        version = prefix[len(_MAGIC)]
+        if version > _VERSION:
+            raise _unsupported(f"compressed shard of version {version}", path)
+        if version < _VERSION:
+            raise _corrupt("not a compressed shard", path)
+        at = len(_ZSTD_MAGIC)
+    (n,) = struct.unpack_from("<Q", prefix, at)
+    if n == 0:
+        raise _corrupt("the shard has no header: its writer did not finish", path)
+    nbytes = int(at + 8 + n)
+    if n > MAX_HEADER_NBYTES or nbytes % PAGE:
+        raise _corrupt(f"the header cannot be {n} bytes long: not a shard, or damaged", path)
+    return nbytes
+
+
+def decode_header(data: bytes, *, path: str, file_nbytes: int | None = None) -> ShardHeader:
+    """The header that `data`, everything before the data section, encodes.
+
+    file_nbytes: the file's size, if it is to be checked. Every malformation is a `CorruptCheckpointError`, a newer
+    version an `UnsupportedFormatError`.
+    """
+    expected = header_nbytes(data[:PREFIX_NBYTES], path)
+    if len(data) != expected:
+        raise CorruptCheckpointError(
+            "the header is cut off", path=path, expected=f"{expected} bytes", actual=f"{len(data)} bytes"
+        )
+    compressed = data.startswith(_MAGIC)
+    try:
+        entries = strict_json.loads(data[PREFIX_NBYTES if compressed else 8 :])
+        metadata = _metadata(entries, path)
+        header = _header(entries, metadata, compressed=compressed, nbytes=expected)
+    except ValueError as error:
+        raise _corrupt(f"malformed shard header: {error}", path) from error
+    if file_nbytes is not None:
+        stored = header.data_nbytes
+        if header.stored_nbytes is not None:
+            stored = sum(round_up(length, PAGE) for length in header.stored_nbytes)
+        if expected + stored != file_nbytes:
+            raise CorruptCheckpointError(
+                "the file's size is not what its header says",
+                path=path,
+                rank=header.rank,
+                expected=f"{expected + stored} bytes",
+                actual=f"{file_nbytes} bytes",
+            )
+    return header
+
+
+def _corrupt(message: str, path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(message, path=path, hint="restore an earlier step")
+
+
+def _unsupported(message: str, path: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(message, path=path, hint="install a newer version of ckptengine")
+
+
+def _dumps(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _value_at(data: bytes, key: str) -> int:
+    """Where the value of a metadata key starts. In other strings its quotes are escaped, so the first match is the key."""
+    key_text = f'"{key}":"'.encode()
+    return data.index(key_text) + len(key_text)
+
+
+def _extras(tensors: Sequence[TensorEntry]) -> dict[str, _Extra]:
+    extras = {}
+    for entry in tensors:
+        as_bytes = dtypes.safetensors_code(entry.dtype) is None
+        chunk = entry.chunk
+        if (
+            as_bytes
+            or chunk
+            or entry.stride is not None
+            or entry.placement is not None
+            or entry.kind is not None
+        ):
+            extras[entry.name] = _Extra(
+                entry.dtype if as_bytes else None,
+                entry.shape if as_bytes else None,
+                entry.stride,
+                chunk.global_shape if chunk else None,
+                chunk.offsets if chunk else None,
+                chunk.flat_of if chunk else None,
+                entry.placement,
+                entry.kind,
+                entry.descr,
+            )
+    return extras
+
+
+def _view(view: ViewEntry) -> _View:
+    chunk = view.chunk
+    return _View(
+        view.of,
+        view.byte_offset,
+        view.dtype,
+        view.shape,
+        view.stride,
+        chunk.global_shape if chunk else None,
+        chunk.offsets if chunk else None,
+        chunk.flat_of if chunk else None,
+        view.placement,
+    )
+
+
+def _safetensors_entries(header: ShardHeader) -> dict[str, _Tensor]:
+    """The tensors as safetensors wants them, with a pad in every gap: the same pads that `lay_out` gives."""
+    entries: dict[str, _Tensor] = {}
+    at = pads = 0
+
+    def pad(stop: int) -> None:
+        nonlocal pads
+        if at < stop:
+            entries[f"{PAD_PREFIX}{pads}"] = _Tensor("U8", (stop - at,), (at, stop))
+            pads += 1
+
+    for entry in header.tensors:
+        pad(entry.start)
+        code = dtypes.safetensors_code(entry.dtype)
+        if code is None:
+            entries[entry.name] = _Tensor("U8", (entry.nbytes,), (entry.start, entry.stop))
+        else:
+            entries[entry.name] = _Tensor(code, entry.shape, (entry.start, entry.stop))
+        at = entry.stop
+    pad(header.data_nbytes)
+    return entries
+
+
+def _metadata(entries: Any, path: str) -> dict[str, str]:
+    metadata = entries.pop(METADATA_KEY, None) if isinstance(entries, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"no {METADATA_KEY}: not a shard of ckptengine")
+    version = metadata.get(f"{_KEYS}format", "")
+    if version != str(_VERSION):
+        if (
+            version.isascii()
+            and version.isdecimal()
+            and version.lstrip("0")
+            and len(version) < 20
+            and int(version) > _VERSION
+        ):
+            raise _unsupported(f"shard of format {version}; this version reads format {_VERSION}", path)
+        raise ValueError(f"format {version!r:.40}: not a shard of ckptengine")
+    return metadata
+
+
+def _header(
+    entries: dict[str, Any], metadata: dict[str, str], *, compressed: bool, nbytes: int
+) -> ShardHeader:
+    known = {
+        f"{_KEYS}{key}" for key in ("format", "shard", "digests", "tensors", "views", "replicas", "tree")
+    }
+    if compressed:
+        known.add(f"{_KEYS}stored")
+    ours = {key for key in metadata if key.startswith(_KEYS)}
+    if ours != known:
+        raise ValueError(f"metadata keys missing or unknown: {', '.join(sorted(ours ^ known))}")
+    shard = _convert(metadata, "shard", _Shard)
+    if (shard.codec == "zstd") != compressed:
+        raise ValueError(f"codec {shard.codec!r} in a {'compressed' if compressed else 'raw'} shard")
+    blocks = BlockTable(shard.data_nbytes, shard.block_nbytes)
+    header = ShardHeader(
+        **msgspec.structs.asdict(shard),
+        tensors=_tensors(entries, _convert(metadata, "tensors", dict[str, _Extra]), shard.data_nbytes),
+        views=tuple(
+            ViewEntry(
+                name, v.of, v.byte_offset, v.dtype, v.shape, v.stride, _chunk(name, v.shape, v), v.placement
+            )
+            for name, v in _convert(metadata, "views", dict[str, _View]).items()
+        ),
+        replicas=_convert(metadata, "replicas", dict[str, Size]),
+        tree=_nested(metadata, "tree"),
+        digests=_digests(metadata[f"{_KEYS}digests"], blocks.count),
+        stored_nbytes=_stored(metadata[f"{_KEYS}stored"], blocks) if compressed else None,
+        header_nbytes=nbytes,
+    )
+    header.validate()
+    return header
+
+
+def _nested(metadata: dict[str, str], key: str) -> Any:
+    try:
+        return strict_json.loads(metadata[f"{_KEYS}{key}"])
+    except ValueError as error:
+        raise ValueError(f"{_KEYS}{key}: {error}") from None
+
+
+def _convert(metadata: dict[str, str], key: str, kind: Any) -> Any:
+    try:
+        return msgspec.convert(_nested(metadata, key), kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{_KEYS}{key}: {error}") from None
+
+
+def _tensors(entries: dict[str, Any], extras: dict[str, _Extra], data_nbytes: int) -> tuple[TensorEntry, ...]:
+    tensors = []
+    at = pads = 0
+    none = _Extra()
+    for name, entry in msgspec.convert(entries, dict[str, _Tensor]).items():
+        start, stop = entry.data_offsets
+        if start != at or stop < start:
+            raise ValueError(f"tensor {name!r}: bytes [{start}, {stop}) leave a hole or an overlap at {at}")
+        at = stop
+        if name.startswith(PAD_PREFIX):
+            if name != f"{PAD_PREFIX}{pads}" or entry.dtype != "U8" or entry.shape != (stop - start,):
+                raise ValueError(f"malformed pad {name!r}")
+            if not 0 < stop - start < PAGE:
+                raise ValueError(f"pad {name!r} of {stop - start} bytes")
+            pads += 1
+            continue
+        extra = extras.pop(name, none)
+        dtype, shape = extra.dtype, extra.shape
+        if dtype is None and shape is None:
+            try:
+                dtype = dtypes.torch_name(entry.dtype)
+            except KeyError:
+                raise ValueError(f"tensor {name!r}: unknown dtype {entry.dtype!r}") from None
+            shape = entry.shape
+        elif dtype is None or shape is None or entry.dtype != "U8" or entry.shape != (stop - start,):
+            raise ValueError(f"tensor {name!r}: its true dtype and shape go together, over bytes of type U8")
+        tensors.append(
+            TensorEntry(
+                name,
+                dtype,
+                shape,
+                start,
+                stop,
+                _chunk(name, shape, extra) if extra is not none else None,
+                extra.stride,
+                extra.placement,
+                extra.kind,
+                extra.descr,
+            )
+        )
+    if at != data_nbytes:
+        raise ValueError(f"the tensors end at {at}, the data section at {data_nbytes}")
+    if extras:
+        raise ValueError(f"tensor {next(iter(extras))!r} is described but not stored")
+    return tuple(tensors)
+
+
+def _chunk(name: str, shape: tuple[int, ...], extra: _Extra | _View) -> Chunk | None:
+    if extra.global_shape is None or extra.offsets is None:
+        if extra.global_shape is not None or extra.offsets is not None or extra.flat_of is not None:
+            raise ValueError(f"tensor {name!r}: global_shape and offsets go together")
+        return None
+    return Chunk(extra.global_shape, extra.offsets, shape, extra.flat_of)
+
+
+def _digests(text: str, count: int) -> bytes:
+    if not is_lower_hex(text, 2 * DIGEST_NBYTES * count):
+        raise ValueError(f"{_KEYS}digests is not {count} digests")
+    return bytes.fromhex(text)
+
+
+def _stored(text: str, blocks: BlockTable) -> tuple[int, ...]:
+    if not is_lower_hex(text, _STORED_DIGITS * blocks.count):
+        raise ValueError(f"{_KEYS}stored is not {blocks.count} lengths")
+    lengths = tuple(int(text[at : at + _STORED_DIGITS], 16) for at in range(0, len(text), _STORED_DIGITS))
+    for i, length in enumerate(lengths):
+        start, stop = blocks.span(i)
+        if not 0 < length <= stop - start:
+            raise ValueError(f"block {i} of {stop - start} bytes is stored in {length}")
+    return lengths
