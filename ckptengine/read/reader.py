@@ -1,0 +1,244 @@
+"""How are a shard's bytes read, checked and delivered, as fast as the storage gives them?
+
+Each of a few threads takes the next block of the plan, reads it into a page-aligned buffer of its own,
+digests it while it is hot in cache, and only then scatters it into the destinations: no byte is delivered
+that was not checked. What a failed read has delivered before the damaged block was met stays where it went.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ckptengine.codecs import zstd
+from ckptengine.errors import CheckpointError, CorruptCheckpointError, StorageError
+from ckptengine.format.blocks import stored_offsets
+from ckptengine.format.digest import digest
+from ckptengine.format.limits import PAGE, round_up
+from ckptengine.format.shard import ShardHeader
+from ckptengine.read.damage import Damage, touched
+from ckptengine.read.plan import BlockRead, Destination, plan_reads
+from ckptengine.read.threads import in_threads
+from ckptengine.storage.direct import AlignedBuffer
+from ckptengine.storage.store import BlockReader, Store
+
+MAX_POOL_NBYTES = 256 << 20
+"""All buffers of one read together; with larger blocks fewer threads read, but always one."""
+
+Progress = Callable[[int], None]
+"""Called after each block with the bytes read from the file for it, never by two threads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """nbytes_read: from the file, whole blocks, as stored. nbytes_delivered: copied to destinations.
+    from_cache: the part of nbytes_read that the page cache had."""
+
+    nbytes_read: int = 0
+    nbytes_delivered: int = 0
+    blocks: int = 0
+    seconds: float = 0.0
+    from_cache: int = 0
+
+
+def read_shard(
+    store: Store,
+    path: str,
+    header: ShardHeader,
+    destinations: Iterable[Destination],
+    *,
+    threads: int = 4,
+    progress: Progress | None = None,
+) -> ReadStats:
+    """Delivers ranges of a shard's data section into memory.
+
+    `header` must have passed `open_header`. The destinations' memory must stay valid and writable until this
+    returns. Raises CorruptCheckpointError at the first damaged block (path, rank, offset in the file, tensors
+    it holds) and StorageError where the file system fails; the other threads stop after the block they are
+    at.
+    """
+    reads = plan_reads(header.blocks, destinations)
+    with ShardReader(store, path, header) as shard:
+        return shard.deliver(reads, threads=threads, progress=progress)
+
+
+def find_damage(
+    store: Store, path: str, header: ShardHeader, *, threads: int = 4, progress: Progress | None = None
+) -> list[Damage]:
+    """Every damaged block of a shard, in order; a block that cannot be read counts as damaged."""
+    found: list[Damage] = []
+    with ShardReader(store, path, header) as shard:
+
+        def check(block: int, buffers: Buffers) -> None:
+            try:
+                shard.load(block, buffers)
+            except BlockDamagedError as error:
+                found.append(error.damage)
+            except StorageError as error:
+                found.append(shard.damage(block, f"it cannot be read: {error.message}"))
+            if progress is not None:
+                with lock:
+                    progress(round_up(shard.extent(block)[1], PAGE))
+
+        lock = threading.Lock()
+        blocks = range(header.blocks.count)
+        in_threads(blocks, shard.threads_for(blocks, threads), lambda: shard.buffers_for(blocks), check)
+    return sorted(found, key=lambda damage: damage.block or 0)
+
+
+class BlockDamagedError(Exception):
+    """A block failed its check; `find_damage` notes it, `deliver` turns it into a CorruptCheckpointError."""
+
+    def __init__(self, damage: Damage) -> None:
+        super().__init__(damage.reason)
+        self.damage = damage
+
+
+class Buffers:
+    """One thread's memory for one block, and for its compressed form where there is one."""
+
+    def __init__(self, nbytes: int, stored_nbytes: int) -> None:
+        self.plain = AlignedBuffer(nbytes)
+        self.stored = AlignedBuffer(stored_nbytes) if stored_nbytes else None
+
+
+class ShardReader:
+    """An open shard whose blocks are read and checked. Thread-safe, as long as each thread brings its own
+    buffers."""
+
+    def __init__(self, store: Store, path: str, header: ShardHeader) -> None:
+        self.path = path
+        self.header = header
+        self._blocks = header.blocks
+        self._stored = header.stored_nbytes
+        self._offsets = stored_offsets(header.stored_nbytes) if header.stored_nbytes is not None else None
+        try:
+            self._file: BlockReader = store.open(path)
+        except FileNotFoundError:
+            raise Damage(path, "the shard file is missing", rank=header.rank).error() from None
+        except CheckpointError as error:
+            self._set_rank(error)
+            raise
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def extent(self, block: int) -> tuple[int, int]:
+        """Where a block lies in the file: its offset and stored length, without the padding after it."""
+        start, stop = self._blocks.span(block)
+        if self._offsets is None or self._stored is None:
+            return self.header.header_nbytes + start, stop - start
+        return self.header.header_nbytes + self._offsets[block], self._stored[block]
+
+    def buffers_for(self, blocks: Sequence[int]) -> Buffers:
+        """Buffers that fit each of the blocks."""
+        sizes = self._buffer_sizes(blocks)
+        try:
+            return Buffers(*sizes)
+        except (MemoryError, OverflowError, OSError):
+            # A compressed shard's header may claim any block size, and a small file may seem to keep the
+            # promise.
+            raise CorruptCheckpointError(
+                f"the shard has blocks of {sizes[0]} bytes, for which there is no memory",
+                path=self.path,
+                rank=self.header.rank,
+            ) from None
+
+    def threads_for(self, blocks: Sequence[int], threads: int) -> int:
+        """How many threads the blocks and the bound on memory allow, up to `threads`."""
+        each = sum(self._buffer_sizes(blocks))
+        return max(1, min(threads, MAX_POOL_NBYTES // max(1, each)))
+
+    def _buffer_sizes(self, blocks: Sequence[int]) -> tuple[int, int]:
+        plain = stored = 0
+        for block in blocks:
+            start, stop = self._blocks.span(block)
+            plain = max(plain, stop - start)
+            length = self.extent(block)[1]
+            if length != stop - start:
+                stored = max(stored, round_up(length, PAGE))
+        return plain, stored
+
+    def load(self, block: int, buffers: Buffers) -> tuple[memoryview, bool]:
+        """Reads one block and checks it: its bytes, in `buffers`, and whether the page cache had them.
+
+        Raises BlockDamagedError, or StorageError.
+        """
+        start, stop = self._blocks.span(block)
+        offset, length = self.extent(block)
+        if offset + round_up(length, PAGE) > self._file.size:
+            raise BlockDamagedError(
+                self.damage(block, f"the file ends at byte {self._file.size}, before the block does")
+            )
+        plain = buffers.plain.view[: stop - start]
+        try:
+            if length == stop - start:
+                source = self._file.pread_into(offset, plain)
+            else:
+                assert buffers.stored is not None
+                stored = buffers.stored.view[: round_up(length, PAGE)]
+                source = self._file.pread_into(offset, stored)
+                if bytes(stored[length:]).strip(b"\0"):
+                    raise BlockDamagedError(self.damage(block, "the padding after it is not zero"))
+                try:
+                    zstd.decompress_into(stored[:length], plain)
+                except ValueError as error:
+                    raise BlockDamagedError(self.damage(block, f"it does not decompress: {error}")) from None
+        except CheckpointError as error:
+            self._set_rank(error)
+            raise
+        if digest(plain) != self.header.block_digest(block):
+            raise BlockDamagedError(self.damage(block, "its digest differs from the header's"))
+        return plain, source == "cache"
+
+    def deliver(
+        self, reads: Sequence[BlockRead], *, threads: int, progress: Progress | None = None
+    ) -> ReadStats:
+        """Reads and checks the blocks and makes their copies; see `read_shard`."""
+        began = time.monotonic()
+        lock = threading.Lock()
+        nbytes_read = nbytes_delivered = from_cache = 0
+
+        def step(read: BlockRead, buffers: Buffers) -> None:
+            nonlocal nbytes_read, nbytes_delivered, from_cache
+            try:
+                _, cached = self.load(read.block, buffers)
+            except BlockDamagedError as error:
+                raise error.damage.error() from None
+            scatter(read, buffers.plain.address)
+            nbytes = round_up(self.extent(read.block)[1], PAGE)
+            with lock:
+                nbytes_read += nbytes
+                nbytes_delivered += read.nbytes_wanted
+                from_cache += nbytes if cached else 0
+                if progress is not None:
+                    progress(nbytes)
+
+        blocks = [read.block for read in reads]
+        in_threads(reads, self.threads_for(blocks, threads), lambda: self.buffers_for(blocks), step)
+        return ReadStats(nbytes_read, nbytes_delivered, len(reads), time.monotonic() - began, from_cache)
+
+    def damage(self, block: int, reason: str) -> Damage:
+        start, stop = self._blocks.span(block)
+        offset, length = self.extent(block)
+        tensors = touched(self.header, start, stop)
+        return Damage(self.path, reason, self.header.rank, offset, length, block, tensors)
+
+    def _set_rank(self, error: CheckpointError) -> None:
+        if error.rank is None:
+            error.rank = self.header.rank
+
+
+def scatter(read: BlockRead, address: int) -> None:
+    """Makes a block's copies, from the block's bytes at `address`."""
+    for at, nbytes, to in read.copies:
+        ctypes.memmove(to, address + at, nbytes)
