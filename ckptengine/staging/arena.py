@@ -1,0 +1,320 @@
+"""Where does a snapshot live between the copy and the disk? In memory that trainer and writer process share.
+
+An arena is a memfd: not bounded by the size of `/dev/shm`, gone with its last user even after a SIGKILL,
+mapped by the writer process through `/proc/<pid>/fd/<fd>`, and O_DIRECT writes straight from it. It is made
+once, all its pages touched (fresh pages cost five to ten times the copy into them), and reused for every
+save.
+
+Layout: `STATUS_NBYTES` of status page (`ckptengine.staging.status`), then `capacity` bytes of payload,
+page-aligned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from ckptengine.errors import CommitTimeoutError, SaveFailedError, StorageError
+from ckptengine.staging.status import STATUS_NBYTES, StatusPage
+from ckptengine.storage.linux import MADV_POPULATE_WRITE, address_of, madvise
+
+logger = logging.getLogger(__name__)
+
+_NAME = "ckptengine-arena"
+_GRAIN = 2 << 20  # capacities are rounded up to this, so that a state that grows a little still fits
+_PREFAULT_PIECE = 64 << 20
+# Sealed so that no process can shrink it under another one's mapping, which would end that one with SIGBUS.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Arena:
+    """Shared, pre-faulted memory for one snapshot.
+
+    capacity: payload bytes; rounded up to 2 MiB. `view` is the whole mapping from `address` on, `status_page`
+    its first `STATUS_NBYTES`, `payload` the rest, from `payload_address` on.
+
+    `close()` gives up the descriptor and this object's mapping. Memory that is still looked at, through a
+    memoryview or a tensor made from one, stays mapped until the last of them is gone: unmapping it would
+    crash them, and `mmap.close()` would raise `BufferError` or, for tensors made with `torch.frombuffer`, not
+    even notice. Bare addresses keep nothing alive and must not be used after `close()`.
+    """
+
+    __slots__ = ("_map", "_status", "address", "capacity", "fd")
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 0:
+            raise ValueError(f"an arena's capacity must not be negative, not {capacity}")
+        capacity = -(-capacity // _GRAIN) * _GRAIN
+        nbytes = STATUS_NBYTES + capacity
+        fd = -1
+        try:
+            fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._take(fd, capacity)
+            _prefault(self.address, nbytes)
+        except BaseException as exc:
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(exc, OSError) and exc.errno in (
+                errno.ENOMEM,
+                errno.EFAULT,
+                errno.EMFILE,
+                errno.ENFILE,
+            ):
+                raise SaveFailedError(
+                    f"no memory for a snapshot of {capacity} bytes: {os.strerror(exc.errno)}",
+                    hint="free memory, raise the memory limit of the job, or use max_arenas=1",
+                ) from exc
+            raise
+
+    def _take(self, fd: int, capacity: int) -> None:
+        self.fd = fd
+        self.capacity = capacity
+        self._map: mmap.mmap | None = mmap.mmap(fd, STATUS_NBYTES + capacity, flags=mmap.MAP_SHARED)
+        self.address = address_of(memoryview(self._map))
+        self._status: StatusPage | None = StatusPage(self.view[:STATUS_NBYTES])
+
+    @property
+    def view(self) -> memoryview:
+        """All of it, writable."""
+        if self._map is None:
+            raise ValueError("the arena is closed")
+        return memoryview(self._map)
+
+    @property
+    def payload(self) -> memoryview:
+        """The `capacity` bytes for the snapshot, writable."""
+        return self.view[STATUS_NBYTES:]
+
+    @property
+    def payload_address(self) -> int:
+        """Address of the first payload byte; a multiple of the page size."""
+        return self.address + STATUS_NBYTES
+
+    @property
+    def status(self) -> StatusPage:
+        """Where the writer process tells how far it is."""
+        if self._status is None:
+            raise ValueError("the arena is closed")
+        return self._status
+
+    def close(self) -> None:
+        """Give up the memory (see the class). Idempotent."""
+        if self._map is None:
+            return
+        self._map = self._status = None
+        os.close(self.fd)
+        self.fd = -1
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def attach(pid: int, fd: int, capacity: int) -> Arena:
+    """The arena that process `pid` has as descriptor `fd`, mapped here; both see the same bytes.
+
+    capacity: the owner's `Arena.capacity`. `StorageError` if the process, the descriptor or its size is not
+    what was announced: the owner may have died and its numbers been reused.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    mine = -1
+    try:
+        target = os.readlink(path)
+        if not target.startswith(f"/memfd:{_NAME}"):
+            raise StorageError(
+                "that descriptor is not an arena", path=path, expected=f"/memfd:{_NAME}", actual=target
+            )
+        mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        size = os.fstat(mine).st_size
+        if size != STATUS_NBYTES + capacity:
+            raise StorageError(
+                "the arena has another size", path=path, expected=STATUS_NBYTES + capacity, actual=size
+            )
+        arena = Arena.__new__(Arena)
+        arena._take(mine, capacity)
+        return arena
+    except BaseException as exc:
+        if mine >= 0:
+            os.close(mine)
+        if isinstance(exc, OSError) and not isinstance(exc, StorageError):
+            raise StorageError(
+                f"could not attach to the arena of process {pid}: {exc.strerror}",
+                errno=exc.errno,
+                path=path,
+                hint="the process has ended, or runs as another user",
+            ) from exc
+        raise
+
+
+def _prefault(address: int, nbytes: int) -> None:
+    """Give every page its memory, in parallel: one thread zeroes 1.2 GiB/s."""
+    pieces = [(address + at, min(_PREFAULT_PIECE, nbytes - at)) for at in range(0, nbytes, _PREFAULT_PIECE)]
+    threads = min(len(pieces), len(os.sched_getaffinity(0)), 8)
+    if threads == 1:
+        for piece in pieces:
+            _populate(*piece)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckptengine-prefault") as pool:
+        list(pool.map(_populate, *zip(*pieces, strict=True)))
+
+
+def _populate(address: int, nbytes: int) -> None:
+    try:
+        madvise(address, nbytes, MADV_POPULATE_WRITE)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:  # unlike touching, this reports a lack of memory instead of dying of it
+            raise
+        ctypes.memset(address, 0, nbytes)  # Linux before 5.14; the pages are new, so zero is what they hold
+
+
+class ArenaPool:
+    """Arenas kept for reuse, bounded in number and bytes. Thread-safe.
+
+    max_arenas: at most so many at once. budget_nbytes: bound on the bytes of all of them, None for none.
+    """
+
+    def __init__(self, max_arenas: int = 2, budget_nbytes: int | None = None) -> None:
+        if max_arenas < 1:
+            raise ValueError(f"max_arenas must be at least 1, not {max_arenas}")
+        self._max_arenas = max_arenas
+        self._budget = budget_nbytes
+        self._changed = threading.Condition()
+        self._free: list[Arena] = []
+        self._busy: list[Arena] = []
+        self._making: list[
+            int
+        ] = []  # bytes of arenas being made: outside the lock, since it takes a second per GiB
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all arenas."""
+        with self._changed:
+            return self._held()
+
+    def acquire(self, nbytes: int, timeout_s: float) -> Arena:
+        """An arena with room for `nbytes` of payload, for the caller alone until `release`. Its content is
+        undefined.
+
+        Reuses a free one, makes one if the bounds allow (in place of free ones that are too small), else
+        waits for a release, and logs that. `CommitTimeoutError` after `timeout_s`; `SaveFailedError` if it
+        can never fit.
+        """
+        need = STATUS_NBYTES + -(-nbytes // _GRAIN) * _GRAIN
+        if self._budget is not None and need > self._budget:
+            raise SaveFailedError(
+                "the snapshot does not fit the memory set aside for snapshots",
+                expected=f"at most {self._budget} bytes",
+                actual=f"{need} bytes",
+                hint="raise arena_budget_nbytes",
+            )
+        started = time.monotonic()
+        waited = False
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise SaveFailedError("the snapshot memory is closed", hint="the checkpointer was closed")
+                fitting = [arena for arena in self._free if arena.capacity >= nbytes]
+                if fitting:
+                    arena = min(fitting, key=lambda arena: arena.capacity)
+                    self._free.remove(arena)
+                    self._busy.append(arena)
+                    break
+                if self._make_room(need):
+                    arena = self._make(nbytes, need)
+                    break
+                left = started + timeout_s - time.monotonic()
+                if left <= 0:
+                    raise CommitTimeoutError(
+                        f"no snapshot memory became free in {timeout_s:g} s",
+                        hint="earlier saves are still being written: save less often, or raise max_arenas",
+                    )
+                if not waited:
+                    waited = True
+                    logger.warning(
+                        "save waits for snapshot memory: %d of %d arenas are busy (%d bytes held, %d needed)",
+                        len(self._busy),
+                        self._max_arenas,
+                        self._held(),
+                        need,
+                    )
+                self._changed.wait(left)
+        if waited:
+            logger.warning("save waited %.2f s for snapshot memory", time.monotonic() - started)
+        return arena
+
+    def release(self, arena: Arena) -> None:
+        """Give an arena back for reuse. Called once nobody reads its payload any more."""
+        self._give_back(arena, reuse=True)
+
+    def discard(self, arena: Arena) -> None:
+        """Give an arena back, never to be reused: its writer could not be ended and may still read it."""
+        self._give_back(arena, reuse=False)
+
+    def close(self) -> None:
+        """Free what is free, the rest as it is given back; `acquire` fails from now on. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for arena in self._free:
+                arena.close()
+            self._free.clear()
+            self._changed.notify_all()
+
+    def __enter__(self) -> ArenaPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _held(self) -> int:
+        return sum(STATUS_NBYTES + arena.capacity for arena in (*self._free, *self._busy)) + sum(self._making)
+
+    def _make_room(self, need: int) -> bool:
+        """Whether an arena of `need` bytes may be made; closes free ones (too small) where it takes that."""
+        busy = len(self._busy) + len(self._making)
+        held = self._held() - sum(STATUS_NBYTES + arena.capacity for arena in self._free)
+        if busy >= self._max_arenas or (self._budget is not None and held + need > self._budget):
+            return False
+        self._free.sort(key=lambda arena: arena.capacity, reverse=True)
+        while self._free and (
+            busy + len(self._free) >= self._max_arenas
+            or (self._budget is not None and self._held() + need > self._budget)
+        ):
+            self._free.pop().close()
+        return True
+
+    def _make(self, nbytes: int, need: int) -> Arena:
+        self._making.append(need)
+        self._changed.release()
+        arena = None
+        try:
+            arena = Arena(nbytes)
+        finally:
+            self._changed.acquire()
+            self._making.remove(need)
+            if arena is not None:
+                self._busy.append(arena)
+            self._changed.notify_all()
+        return arena
+
+    def _give_back(self, arena: Arena, *, reuse: bool) -> None:
+        with self._changed:
+            if not any(arena is busy for busy in self._busy):
+                raise ValueError("that arena was not acquired from this pool, or was given back already")
+            self._busy = [busy for busy in self._busy if busy is not arena]
+            if reuse and not self._closed:
+                self._free.append(arena)
+            else:
+                arena.close()
+            self._changed.notify_all()

@@ -1,0 +1,101 @@
+"""Which Linux calls does the engine need that `os` and `mmap` lack? All release the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+MADV_POPULATE_WRITE = 23
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+_SYS_CACHESTAT = 451  # the same number on every architecture
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+_libc.syscall.restype = ctypes.c_long
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_has_statx = hasattr(_libc, "statx")
+if _has_statx:
+    _libc.statx.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's `Py_buffer`."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
+
+
+def address_of(view: memoryview) -> int:
+    """The address of a contiguous view's first byte; the caller keeps the view alive.
+
+    `ctypes.c_char.from_buffer` would refuse read-only memory, which is fine to write from.
+    """
+    buffer = _PyBuffer()
+    _get_buffer(view, ctypes.byref(buffer), 0)  # PyBUF_SIMPLE: contiguous bytes, read-only allowed
+    address = buffer.buf or 0
+    _release_buffer(ctypes.byref(buffer))
+    return address
+
+
+def _raise_errno(doing: str) -> None:
+    code = ctypes.get_errno()
+    raise OSError(code, f"{doing}: {os.strerror(code)}")
+
+
+def madvise(address: int, nbytes: int, advice: int) -> None:
+    """madvise(2). `mmap.madvise` does the same, but holds the GIL while it populates."""
+    while _libc.madvise(address, nbytes, advice) != 0:
+        if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
+            _raise_errno("madvise")
+
+
+def fallocate(fd: int, nbytes: int) -> None:
+    """fallocate(2), which also sets the size.
+
+    Not `os.posix_fallocate`: where the file system cannot (Lustre on ZFS, NFS 3), the C library imitates it
+    by writing a byte into every 4 KiB, which costs more than the checkpoint. This one says EOPNOTSUPP.
+    """
+    while _libc.fallocate(fd, 0, 0, nbytes) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            _raise_errno("fallocate")
+
+
+def direct_io_alignment(fd: int) -> tuple[int, int] | None:
+    """(memory, offset and length) alignment O_DIRECT needs here; (0, 0): not possible; None: not told."""
+    if not _has_statx:
+        return None
+    result = (ctypes.c_uint32 * 64)()  # struct statx, 256 bytes
+    if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, result) != 0:
+        return None
+    if not result[0] & _STATX_DIOALIGN:
+        return None
+    return int(result[38]), int(result[39])  # stx_dio_mem_align at byte 152, stx_dio_offset_align at 156
+
+
+def resident_pages(fd: int, offset: int, nbytes: int) -> int:
+    """cachestat(2): how many pages of the range are cached. `OSError` if the kernel does not tell."""
+    where = (ctypes.c_uint64 * 2)(offset, nbytes)
+    counts = (ctypes.c_uint64 * 5)()  # struct cachestat: nr_cache is the first
+    if _libc.syscall(_SYS_CACHESTAT, fd, where, counts, 0) != 0:
+        _raise_errno("cachestat")
+    return int(counts[0])
