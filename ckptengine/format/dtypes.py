@@ -1,12 +1,14 @@
 """How is each dtype stored? Names are torch's without `torch.` (`"bfloat16"`), but torch is not needed.
 
-Quantized dtypes are absent: their scales are not in the tensor's bytes, so the bytes alone would not restore them.
+Quantized dtypes are absent: their scales are not in the tensor's bytes, so the bytes alone would not restore
+them.
 """
 
 from __future__ import annotations
 
-# name -> (bytes per element, safetensors code). torch.float4_e2m1fn_x2 packs two values in an element of one byte;
-# safetensors' F4 counts the values instead, so that its shape differs from torch's, and it is stored as bytes here.
+# name -> (bytes per element, safetensors code). torch.float4_e2m1fn_x2 packs two values in an element of one
+# byte; safetensors' F4 counts the values instead, so that its shape differs from torch's, and it is stored as
+# bytes here.
 _DTYPES: dict[str, tuple[int, str | None]] = {
     "float64": (8, "F64"),
     "float32": (4, "F32"),

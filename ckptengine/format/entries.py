@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+import msgspec
+
 from ckptengine.format import dtypes
 from ckptengine.format.blocks import BlockTable
 from ckptengine.format.digest import DIGEST_NBYTES
@@ -19,12 +21,12 @@ METADATA_KEY = "__metadata__"
 KINDS = ("bytes", "bytearray", "ndarray")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """One stored tensor: bytes [start, stop) of the data section, in C order.
 
-    chunk: the part of the global tensor this is; None: the tensor is whole. stride: the source's, in elements, where it
-    was dense but not in C order. placement: for people. kind, descr: a large value kept as a tensor.
+    chunk: the part of the global tensor this is; None: the tensor is whole. stride: the source's, in
+    elements, where it was dense but not in C order. placement: for people. kind, descr: a large value kept as
+    a tensor.
     """
 
     name: str
@@ -43,9 +45,11 @@ class TensorEntry:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class ViewEntry:
-    """A tensor whose bytes are those of the tensor `of`, from `byte_offset` on; `stride` in elements, None: C order."""
+class ViewEntry(msgspec.Struct, frozen=True, gc=False):
+    """A tensor whose bytes are those of the tensor `of`, from `byte_offset` on.
+
+    stride: in elements; None: C order.
+    """
 
     name: str
     of: str
@@ -66,8 +70,9 @@ class ViewEntry:
 class ShardHeader:
     """All that a shard says about its bytes.
 
-    tensors: in offset order, without pads. replicas: name → the rank whose shard holds the bytes. digests: 16 bytes per
-    block, joined. stored_nbytes: each block's, in compressed shards only. header_nbytes: where the data begins.
+    tensors: in offset order, without pads. replicas: name → the rank whose shard holds the bytes. digests: 16
+    bytes per block, joined. stored_nbytes: each block's, in compressed shards only. header_nbytes: where the
+    data begins.
     """
 
     run: str
@@ -100,7 +105,7 @@ class ShardHeader:
         return self.digests[i * DIGEST_NBYTES : (i + 1) * DIGEST_NBYTES]
 
     def validate(self) -> None:
-        """Raise `ValueError`, naming the entry, unless the header keeps every rule of the format but those of digests."""
+        """Raise `ValueError`, naming the entry, unless all but the digests keeps the rules of the format."""
         attempt = AttemptId.parse(self.attempt)
         if str(attempt.run) != self.run:
             raise ValueError(f"attempt {self.attempt} is not of run {self.run}")
@@ -130,11 +135,12 @@ class ShardHeader:
 
     def _validate_tensors(self) -> dict[str, TensorEntry]:
         at = 0
+        checked: dict[Any, tuple[int, int]] = {}
         for entry in self.tensors:
             try:
                 if not at <= entry.start < at + PAGE:
                     raise ValueError(f"starts at {entry.start}, which leaves a hole or an overlap at {at}")
-                _validate_tensor(entry)
+                _validate_tensor(entry, checked)
             except ValueError as error:
                 raise ValueError(f"tensor {entry.name!r}: {error}") from None
             at = entry.stop
@@ -189,17 +195,23 @@ def _validate_array(entry: TensorEntry | ViewEntry) -> None:
         raise ValueError(f"stride {stride} does not fit shape {entry.shape}")
 
 
-def _validate_tensor(entry: TensorEntry) -> None:
-    _validate_array(entry)
-    nbytes = prod(entry.shape) * dtypes.itemsize(entry.dtype)
+def _validate_tensor(entry: TensorEntry, checked: dict[Any, tuple[int, int]]) -> None:
+    """`checked` remembers what does not depend on the place: a model has far fewer shapes than tensors."""
+    key = (entry.dtype, entry.shape, entry.chunk, entry.stride)
+    known = checked.get(key)
+    if known is None:
+        _validate_array(entry)
+        if entry.stride is not None and not dense(entry.shape, entry.stride):
+            raise ValueError(f"stride {entry.stride} is not dense for shape {entry.shape}")
+        nbytes = prod(entry.shape) * dtypes.itemsize(entry.dtype)
+        known = checked[key] = nbytes, dtypes.alignment(entry.dtype)
+    nbytes, alignment = known
     if entry.stop - entry.start != nbytes:
         raise ValueError(
             f"{entry.dtype} of shape {entry.shape} has {nbytes} bytes, not {entry.stop - entry.start}"
         )
-    if entry.start % dtypes.alignment(entry.dtype):
+    if entry.start % alignment:
         raise ValueError(f"{entry.dtype} must not start at {entry.start}")
-    if entry.stride is not None and not dense(entry.shape, entry.stride):
-        raise ValueError(f"stride {entry.stride} is not dense for shape {entry.shape}")
     if entry.kind is None:
         if entry.descr is not None:
             raise ValueError("descr without kind")

@@ -1,26 +1,26 @@
 """Which bytes of one chunk are which bytes of another? Pure geometry, the whole of resharding.
 
-A chunk is a hyper-rectangle of a global tensor, or, as FSDP1's flat parameters are, a range of the flattened tensor. An
-overlap of two chunks is a `Box`; `copy_runs` turns it into the fewest contiguous copies.
+A chunk is a hyper-rectangle of a global tensor, or, as FSDP1's flat parameters are, a range of the flattened
+tensor. An overlap of two chunks is a `Box`; `copy_runs` turns it into the fewest contiguous copies.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
+
+import msgspec
 
 from ckptengine.format.limits import INT64_MAX, MAX_NDIM
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """The elements `offsets` … `offsets + shape` of a tensor of `global_shape`, kept in C order.
 
-    With `flat_of` the chunk is a range of the flattened tensor: `global_shape` is `(numel,)` and `flat_of` the true
-    shape.
+    With `flat_of` the chunk is a range of the flattened tensor: `global_shape` is `(numel,)` and `flat_of`
+    the true shape.
     """
 
     global_shape: tuple[int, ...]
@@ -62,16 +62,15 @@ class Chunk:
                 raise ValueError(f"global_shape is not the number of elements of flat_of: {self}")
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """An overlap, in global coordinates; of one dimension, in flat coordinates, where a flat chunk takes part."""
+class Box(msgspec.Struct, frozen=True, gc=False):
+    """An overlap in global coordinates; in flat ones, of one dimension, where a flat chunk takes part."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def check_shape(shape: Sequence[int]) -> None:
-    """Raise `ValueError` for a shape that torch could not have: too many dimensions, negative or overflowing sizes."""
+    """Raise `ValueError` for a shape no tensor has: too many dimensions, negative or overflowing sizes."""
     if len(shape) > MAX_NDIM:
         raise ValueError(f"{len(shape)} dimensions, more than {MAX_NDIM}")
     if shape and min(shape) < 0:
@@ -94,8 +93,8 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def intersect(a: Chunk, b: Chunk) -> Box | None:
     """The elements two chunks of one tensor share; None if there are none.
 
-    For a flat and a rectangular chunk the box is a range of the flattened tensor whose ends are shared; between them it
-    may hold elements outside the rectangle, which `byte_runs` and `copy_runs` leave out.
+    For a flat and a rectangular chunk the box is a range of the flattened tensor whose ends are shared;
+    between them it may hold elements outside the rectangle, which `byte_runs` and `copy_runs` leave out.
     """
     if a.tensor_shape != b.tensor_shape:
         raise ValueError(f"chunks of different tensors: {a.tensor_shape} and {b.tensor_shape}")
@@ -175,7 +174,7 @@ def _check_inside(box: Box, chunk: Chunk) -> None:
 
 
 def _inner(box_shape: Sequence[int], chunk_shape: Sequence[int]) -> int:
-    """The first dimension from which on the box is contiguous in the chunk: all after it are taken in full."""
+    """The dimension from which on the box is contiguous in the chunk: all after it are taken in full."""
     inner = max(len(box_shape) - 1, 0)
     while inner and box_shape[inner] == chunk_shape[inner]:
         inner -= 1
@@ -183,7 +182,7 @@ def _inner(box_shape: Sequence[int], chunk_shape: Sequence[int]) -> int:
 
 
 def _outer_starts(box: Box, chunk: Chunk, inner: int, itemsize: int) -> Iterator[int]:
-    """Where in the chunk, in bytes, each contiguous run of the box starts: one for each index before `inner`."""
+    """Where in the chunk, in bytes, the runs of the box start: one for each index before `inner`."""
     strides = c_strides(chunk.shape)
     base = itemsize * sum(
         (offset - chunk_offset) * stride
@@ -198,7 +197,7 @@ def _outer_starts(box: Box, chunk: Chunk, inner: int, itemsize: int) -> Iterator
 
 
 def _flat_pieces(chunk: Chunk, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-    """A rectangular chunk's elements with flat index in [lo, hi): `(flat index, position in chunk, nelem)`, ascending."""
+    """A rectangle's elements in the range [lo, hi): `(flat index, position in chunk, nelem)`, ascending."""
     if not chunk.nelem or lo >= hi:
         return
     inner = _inner(chunk.shape, chunk.global_shape)

@@ -1,6 +1,7 @@
 """Which chunks of which tensors are in which shards? All shard headers, boiled down to what resharding needs.
 
-INDEX is an optimisation: it can be rebuilt from the headers, and is used only if its digest is the manifest's.
+INDEX is an optimisation: it can be rebuilt from the headers, and is used only if its digest is the
+manifest's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
-    """The msgpack inside the frame: three lists parallel to `names`, then the columns, one row per stored chunk."""
+    """The msgpack inside the frame: lists parallel to `names`, then columns, one row per stored chunk."""
 
     attempt: str
     names: list[str]
@@ -53,7 +54,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class IndexedChunk:
-    """A chunk of a tensor and the bytes [start, stop) of the data section of its rank's shard that hold it."""
+    """A chunk of a tensor, and the bytes [start, stop) of its rank's data section that hold it."""
 
     name: str
     rank: int
@@ -96,7 +97,7 @@ class Index:
         return len(self._names)
 
     def info(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...] | None]:
-        """A tensor's dtype, global shape, and true shape if it is kept flattened; `KeyError` if there is none."""
+        """A tensor's dtype, global shape, and `flat_of` if it is flattened; `KeyError` if there is none."""
         return self._infos[self._numbers[name]]
 
     def chunks(self, name: str) -> list[IndexedChunk]:
@@ -175,8 +176,9 @@ def index_from_headers(headers: Iterable[ShardHeader]) -> Index:
 def build_index(headers: Iterable[ShardHeader]) -> bytes:
     """INDEX for these shards, all of one attempt. `ValueError` if it would be larger than a reader accepts.
 
-    Whole tensors that differ in dtype or shape between ranks are values of each rank under one name: the lowest rank's
-    is indexed. Large values (`kind`), and views that are not in C order, are not: they are read through their header.
+    Whole tensors that differ in dtype or shape between ranks are values of each rank under one name: the
+    lowest rank's is indexed. Large values (`kind`), and views that are not in C order, are not: they are read
+    through their header.
     """
     content = _collect(headers)
     Index(content)
@@ -190,7 +192,7 @@ def build_index(headers: Iterable[ShardHeader]) -> bytes:
 
 
 def decode_index(data: bytes, *, path: str) -> Index:
-    """The index that `data` encodes; `CorruptCheckpointError`, or `UnsupportedFormatError` for a newer version."""
+    """The index that `data` encodes; errors as for the manifest."""
     try:
         return Index(_decode(data, path))
     except (ValueError, zstandard.ZstdError, RecursionError) as error:

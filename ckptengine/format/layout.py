@@ -12,8 +12,8 @@ PAD_PREFIX = "__pad__."
 def lay_out(items: Sequence[tuple[str, int, int]]) -> tuple[list[tuple[str, int, int]], int]:
     """Place `(name, nbytes, alignment)` one after the other.
 
-    Returns `(name, start, stop)` in offset order with the pads that fill every gap, `__pad__.<i>`, and the length of the
-    data section, a multiple of 4096.
+    Returns `(name, start, stop)` in offset order with the pads that fill every gap, `__pad__.<i>`, and the
+    length of the data section, a multiple of 4096.
     """
     placed: list[tuple[str, int, int]] = []
     at = 0

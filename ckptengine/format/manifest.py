@@ -33,7 +33,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 
 @dataclass(frozen=True, slots=True)
 class ShardRef:
-    """One rank's shard: `path` below the step directory, the file's size, and its header's size and digest."""
+    """One rank's shard: its path below the step directory, its size, and its header's size and digest."""
 
     rank: int
     path: str
@@ -54,8 +54,9 @@ class IndexRef:
 class Manifest:
     """A committed checkpoint.
 
-    created: Unix seconds. nbytes: of all shard files. tensors: of all ranks. metadata: the user's, as a tree without
-    tensors. features: what a reader must know beyond version 1. fingerprint: the manifest's own digest, once encoded.
+    created: Unix seconds. nbytes: of all shard files. tensors: of all ranks. metadata: the user's, as a tree
+    without tensors. features: what a reader must know beyond version 1. fingerprint: the manifest's own
+    digest, once encoded.
     """
 
     step: int
@@ -196,7 +197,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes, *, path: str) -> Manifest:
     """The manifest that `data` encodes, its fingerprint filled in.
 
-    Every malformation is a `CorruptCheckpointError`; a newer version or an unknown feature an `UnsupportedFormatError`.
+    Every malformation is a `CorruptCheckpointError`; a newer version or an unknown feature an
+    `UnsupportedFormatError`.
     """
     try:
         if len(data) > MAX_MANIFEST_NBYTES:

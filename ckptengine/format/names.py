@@ -62,7 +62,7 @@ def check_relative_path(path: str) -> None:
 
 @dataclass(frozen=True, order=True, slots=True)
 class RunId:
-    """One life of a job: `life` counts the runs that wrote to a root, `nonce` tells two of the same instant apart."""
+    """One life of a job: `life` counts the runs that wrote to a root, `nonce` tells two at once apart."""
 
     life: int
     created_ms: int

@@ -1,11 +1,13 @@
 """How is a shard's header laid down in bytes?
 
-Writing: `encode_header` before the first block is written, which fixes the header's size, and `seal_header` after the
-last, which fills in the digests. Reading: `header_nbytes` of the first 16 bytes, then `decode_header` of that many.
+Writing: `encode_header` before the first block is written, which fixes the header's size, and `seal_header`
+after the last, which fills in the digests. Reading: `header_nbytes` of the first 16 bytes, then
+`decode_header` of that many.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 Sizes = tuple[Size, ...]
 
 
-class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """A tensor as safetensors has it."""
 
     dtype: str
@@ -56,7 +58,7 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[Size, Size]
 
 
-class _Extra(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _Extra(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """What safetensors cannot say about a tensor."""
 
     dtype: str | None = None
@@ -70,7 +72,7 @@ class _Extra(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     descr: str | list[Any] | None = None
 
 
-class _View(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _View(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     of: str
     byte_offset: Size
     dtype: str
@@ -108,7 +110,7 @@ class HeaderTemplate:
 
 
 def encode_header(header: ShardHeader) -> HeaderTemplate:
-    """The header's bytes up to the data section, without its digests. `ValueError` if it breaks a rule of the format."""
+    """The header's bytes, without its digests. `ValueError` if it breaks a rule of the format."""
     header.validate()
     n_blocks = header.blocks.count
     if header.block_nbytes >= 16**_STORED_DIGITS:
@@ -129,7 +131,8 @@ def encode_header(header: ShardHeader) -> HeaderTemplate:
     nbytes = round_up(prefix_nbytes + len(text), PAGE)
     if nbytes - prefix_nbytes > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"the header needs {nbytes} bytes, more than {MAX_HEADER_NBYTES}: keep large values as tensors or numpy arrays"
+            f"the header needs {nbytes} bytes, more than {MAX_HEADER_NBYTES}: "
+            "keep large values as tensors or numpy arrays"
         )
     prefix = (_ZSTD_MAGIC if compressed else b"") + struct.pack("<Q", nbytes - prefix_nbytes)
     data = (prefix + text).ljust(nbytes, b" ")
@@ -144,7 +147,7 @@ def encode_header(header: ShardHeader) -> HeaderTemplate:
 def seal_header(
     template: HeaderTemplate, digests: Sequence[bytes], stored: Sequence[int] | None = None
 ) -> bytes:
-    """The finished header: the template with every block's digest, and in compressed shards its stored length."""
+    """The finished header: the template with every block's digest and, if compressed, stored length."""
     if len(digests) != template.n_blocks or any(len(d) != DIGEST_NBYTES for d in digests):
         raise ValueError(f"needs {template.n_blocks} digests of {DIGEST_NBYTES} bytes, got {len(digests)}")
     if (stored is None) != (template.stored_at is None) or (
@@ -186,8 +189,8 @@ def header_nbytes(prefix: bytes, path: str) -> int:
 def decode_header(data: bytes, *, path: str, file_nbytes: int | None = None) -> ShardHeader:
     """The header that `data`, everything before the data section, encodes.
 
-    file_nbytes: the file's size, if it is to be checked. Every malformation is a `CorruptCheckpointError`, a newer
-    version an `UnsupportedFormatError`.
+    file_nbytes: the file's size, if it is to be checked. Every malformation is a `CorruptCheckpointError`, a
+    newer version an `UnsupportedFormatError`.
     """
     expected = header_nbytes(data[:PREFIX_NBYTES], path)
     if len(data) != expected:
@@ -196,10 +199,9 @@ def decode_header(data: bytes, *, path: str, file_nbytes: int | None = None) -> 
         )
     compressed = data.startswith(_MAGIC)
     try:
-        entries = strict_json.loads(data[PREFIX_NBYTES if compressed else 8 :])
-        metadata = _metadata(entries, path)
-        header = _header(entries, metadata, compressed=compressed, nbytes=expected)
-    except ValueError as error:
+        metadata, tensors = _parse(data[PREFIX_NBYTES if compressed else 8 :], path)
+        header = _header(tensors, metadata, compressed=compressed, nbytes=expected)
+    except (ValueError, RecursionError) as error:
         raise _corrupt(f"malformed shard header: {error}", path) from error
     if file_nbytes is not None:
         stored = header.data_nbytes
@@ -229,7 +231,8 @@ def _dumps(value: Any) -> str:
 
 
 def _value_at(data: bytes, key: str) -> int:
-    """Where the value of a metadata key starts. In other strings its quotes are escaped, so the first match is the key."""
+    """Where the value of a metadata key starts."""
+    # Inside other strings quotes are escaped, and the metadata comes first: so the first match is the key.
     key_text = f'"{key}":"'.encode()
     return data.index(key_text) + len(key_text)
 
@@ -298,26 +301,31 @@ def _safetensors_entries(header: ShardHeader) -> dict[str, _Tensor]:
     return entries
 
 
-def _metadata(entries: Any, path: str) -> dict[str, str]:
-    metadata = entries.pop(METADATA_KEY, None) if isinstance(entries, dict) else None
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+def _parse(text: bytes, path: str) -> tuple[dict[str, str], dict[str, _Tensor]]:
+    """The two kinds of things in a safetensors header. The version comes first: the rest may depend on it."""
+    raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    if METADATA_KEY not in raw:
         raise ValueError(f"no {METADATA_KEY}: not a shard of ckptengine")
+    metadata = msgspec.json.decode(raw.pop(METADATA_KEY), type=dict[str, str])
     version = metadata.get(f"{_KEYS}format", "")
     if version != str(_VERSION):
-        if (
-            version.isascii()
-            and version.isdecimal()
-            and version.lstrip("0")
-            and len(version) < 20
-            and int(version) > _VERSION
-        ):
+        if re.fullmatch("[1-9][0-9]{0,8}", version):
             raise _unsupported(f"shard of format {version}; this version reads format {_VERSION}", path)
         raise ValueError(f"format {version!r:.40}: not a shard of ckptengine")
-    return metadata
+    decode = msgspec.json.Decoder(_Tensor).decode
+    tensors = {}
+    name = ""
+    try:
+        for name, entry in raw.items():
+            tensors[name] = decode(entry)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"tensor {name!r}: {error}") from None
+    strict_json.check_unambiguous(text, {METADATA_KEY: metadata, **tensors})
+    return metadata, tensors
 
 
 def _header(
-    entries: dict[str, Any], metadata: dict[str, str], *, compressed: bool, nbytes: int
+    tensors: dict[str, _Tensor], metadata: dict[str, str], *, compressed: bool, nbytes: int
 ) -> ShardHeader:
     known = {
         f"{_KEYS}{key}" for key in ("format", "shard", "digests", "tensors", "views", "replicas", "tree")
@@ -327,20 +335,20 @@ def _header(
     ours = {key for key in metadata if key.startswith(_KEYS)}
     if ours != known:
         raise ValueError(f"metadata keys missing or unknown: {', '.join(sorted(ours ^ known))}")
-    shard = _convert(metadata, "shard", _Shard)
+    shard = _nested(metadata, "shard", _Shard)
     if (shard.codec == "zstd") != compressed:
         raise ValueError(f"codec {shard.codec!r} in a {'compressed' if compressed else 'raw'} shard")
     blocks = BlockTable(shard.data_nbytes, shard.block_nbytes)
     header = ShardHeader(
         **msgspec.structs.asdict(shard),
-        tensors=_tensors(entries, _convert(metadata, "tensors", dict[str, _Extra]), shard.data_nbytes),
+        tensors=_tensors(tensors, _nested(metadata, "tensors", dict[str, _Extra]), shard.data_nbytes),
         views=tuple(
             ViewEntry(
                 name, v.of, v.byte_offset, v.dtype, v.shape, v.stride, _chunk(name, v.shape, v), v.placement
             )
-            for name, v in _convert(metadata, "views", dict[str, _View]).items()
+            for name, v in _nested(metadata, "views", dict[str, _View]).items()
         ),
-        replicas=_convert(metadata, "replicas", dict[str, Size]),
+        replicas=_nested(metadata, "replicas", dict[str, Size]),
         tree=_nested(metadata, "tree"),
         digests=_digests(metadata[f"{_KEYS}digests"], blocks.count),
         stored_nbytes=_stored(metadata[f"{_KEYS}stored"], blocks) if compressed else None,
@@ -350,17 +358,10 @@ def _header(
     return header
 
 
-def _nested(metadata: dict[str, str], key: str) -> Any:
+def _nested(metadata: dict[str, str], key: str, type: Any = Any) -> Any:
     try:
-        return strict_json.loads(metadata[f"{_KEYS}{key}"])
+        return strict_json.loads(metadata[f"{_KEYS}{key}"], type)
     except ValueError as error:
-        raise ValueError(f"{_KEYS}{key}: {error}") from None
-
-
-def _convert(metadata: dict[str, str], key: str, kind: Any) -> Any:
-    try:
-        return msgspec.convert(_nested(metadata, key), kind)
-    except msgspec.ValidationError as error:
         raise ValueError(f"{_KEYS}{key}: {error}") from None
 
 
@@ -368,7 +369,7 @@ def _tensors(entries: dict[str, Any], extras: dict[str, _Extra], data_nbytes: in
     tensors = []
     at = pads = 0
     none = _Extra()
-    for name, entry in msgspec.convert(entries, dict[str, _Tensor]).items():
+    for name, entry in entries.items():
         start, stop = entry.data_offsets
         if start != at or stop < start:
             raise ValueError(f"tensor {name!r}: bytes [{start}, {stop}) leave a hole or an overlap at {at}")

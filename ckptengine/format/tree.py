@@ -1,4 +1,4 @@
-"""Is a tree well formed? The JSON that rebuilds a state; its values are decoded by the adapters, which know torch."""
+"""Is a tree, the JSON that rebuilds a state, well formed? The adapters, with torch, decode its values."""
 
 from __future__ import annotations
 
@@ -96,9 +96,10 @@ _Where: TypeAlias = "tuple[_Where, str | int] | None"
 
 
 def check_tree(tree: Any, n_leaves: int) -> None:
-    """Raise `ValueError`, saying where, unless `tree` is a tree whose tensors are the indices below `n_leaves`.
+    """Raise `ValueError`, saying where, unless `tree` is a tree over the tensors below `n_leaves`.
 
-    `tree` is decoded JSON. Deeper than `MAX_JSON_DEPTH` levels of JSON is refused. No recursion, so depth cannot hurt.
+    `tree` is decoded JSON. Deeper than `MAX_JSON_DEPTH` levels of JSON is refused. No recursion, so depth
+    cannot hurt.
     """
     level: list[tuple[_Where, Any]] = []
     _check_items(None, (("", tree),), level)
@@ -110,7 +111,14 @@ def check_tree(tree: Any, n_leaves: int) -> None:
             if type(value) is list:
                 _check_items(where, enumerate(value), below)
             elif TAG in value:
-                _check_tagged(where, value, n_leaves, below)
+                # Most of a tree are tensors: they take the short way, and whatever looks odd the long one.
+                if (
+                    value[TAG] != "t"
+                    or len(value) != 2
+                    or type(i := value.get("i")) is not int
+                    or not 0 <= i < n_leaves
+                ):
+                    _check_tagged(where, value, n_leaves, below)
             else:
                 _check_items(where, value.items(), below)
         level = below
@@ -153,8 +161,8 @@ def _check_tagged(
         raise ValueError(f"a {tag} with an unknown key {_at(where)}")
     if tag == "t" and value["i"] >= n_leaves:
         raise ValueError(f"tensor {value['i']} of {n_leaves} {_at(where)}")
-    # What a tag holds is a tree, or a description or shape that is held to the same bounds. A pair is a list of two
-    # trees, so pairs need no case of their own.
+    # What a tag holds is a tree, or a description or shape that is held to the same bounds. A pair is a list
+    # of two trees, so pairs need no case of their own.
     _check_items(where, ((key, value[key]) for key in ("v", "d") if key in value), below)
 
 
