@@ -1,0 +1,94 @@
+"""How do a state's bytes get into the arena? One copy, in C order, as fast as memory goes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from ckptengine.adapters.items import StateItem
+from ckptengine.adapters.tensors import plain
+
+# Enough for a thread's start not to show, small enough to spread one large tensor over all threads.
+PIECE_NBYTES = 32 << 20
+# Two threads saturate the memory of a socket's share of a rank; ranks on a node stage at the same time.
+MAX_THREADS = 4
+
+
+def copy_items(
+    items: Sequence[StateItem], offsets: Sequence[int], payload: memoryview, *, threads: int | None = None
+) -> None:
+    """Copy each item to its offset in `payload`, a writable memory of bytes; return when all bytes are there.
+
+    CPU tensors are copied by `threads` threads (default: up to four, as the CPUs allow); CUDA tensors on a side stream
+    that waits for the current one.
+    """
+    if not items:
+        return
+    base = address_of(payload)
+    for item, offset in zip(items, offsets, strict=True):
+        if offset < 0 or offset + item.nbytes > payload.nbytes:
+            raise ValueError(f"{item.name!r} at {offset} does not fit into {payload.nbytes} bytes")
+    on_device: list[tuple[torch.Tensor, int]] = []
+    # (nbytes, work); small plain copies are done right here, as handing one over costs more than it does.
+    work: list[tuple[int, Callable[[], object]]] = []
+    memmove = ctypes.memmove
+    for item, offset in zip(items, offsets, strict=True):
+        nbytes = item.nbytes
+        if not nbytes:
+            continue
+        source = item.source
+        if isinstance(source, bytes):
+            memmove(base + offset, source, nbytes)
+        elif not source.is_cpu:
+            on_device.append((source, offset))
+        elif source.is_contiguous():
+            if nbytes <= PIECE_NBYTES // 16:
+                memmove(base + offset, source.data_ptr(), nbytes)
+                continue
+            address = source.data_ptr()
+            for start in range(0, nbytes, PIECE_NBYTES):
+                length = min(PIECE_NBYTES, nbytes - start)
+                work.append((length, partial(memmove, base + offset + start, address + start, length)))
+        else:
+            work.append((nbytes, partial(_copy_strided, source, payload, offset, nbytes)))
+    pending = None
+    if on_device:
+        from ckptengine.adapters.pinning import copy_from_device
+
+        pending = copy_from_device(on_device, payload, base)
+    _do(work, threads if threads is not None else min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    if pending is not None:
+        pending()
+
+
+def address_of(payload: memoryview) -> int:
+    """Where a writable memory begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(payload)) if payload.nbytes else 0
+
+
+def bytes_tensor(payload: memoryview, offset: int, nbytes: int) -> torch.Tensor:
+    """Bytes of a writable memory as a tensor, without a copy."""
+    return torch.frombuffer(payload, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def _copy_strided(source: torch.Tensor, payload: memoryview, offset: int, nbytes: int) -> None:
+    with torch.no_grad():
+        elements = plain(source.detach())
+        bytes_tensor(payload, offset, nbytes).view(elements.dtype).view(elements.shape).copy_(elements)
+
+
+def _do(work: list[tuple[int, Callable[[], object]]], threads: int) -> None:
+    if threads <= 1 or len(work) <= 1:
+        for _, task in work:
+            task()
+        return
+    # Largest first, so that no thread is left with a large one at the end. memmove and copy_ release the GIL.
+    work.sort(key=lambda entry: entry[0], reverse=True)
+    with ThreadPoolExecutor(min(threads, len(work)), thread_name_prefix="ckptengine-stage") as pool:
+        for future in [pool.submit(task) for _, task in work]:
+            future.result()

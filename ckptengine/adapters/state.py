@@ -1,0 +1,164 @@
+"""How is a state taken apart into what is stored?
+
+`flatten` walks nested containers in order. Values are encoded at once; tensors become leaves, named by their keys joined
+with dots; objects with `state_dict` and `load_state_dict` are taken as what `state_dict()` returns.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from ckptengine.adapters import objects
+from ckptengine.adapters.aliases import NamedLocal, resolve_aliases
+from ckptengine.adapters.items import FlatState, StateItem, value_item
+from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
+from ckptengine.adapters.values import STATE_DICT, Encoder, Node
+from ckptengine.errors import UnsupportedStateError
+from ckptengine.format.layout import PAD_PREFIX
+from ckptengine.format.shard import METADATA_KEY
+from ckptengine.format.tree import TAG
+
+__all__ = ["FlatState", "StateItem", "flatten"]
+
+
+def flatten(state: Any, *, allow_pickle: bool = False) -> FlatState:
+    """Take a state apart; no tensor is copied, and nothing is communicated.
+
+    state: a dict, list or tuple, nested, of tensors and values, or an object with `state_dict`/`load_state_dict`. Values
+    are final when this returns; tensors may change until they are copied. Raises `UnsupportedStateError` with the key
+    path of what cannot be stored.
+    """
+    if not (isinstance(state, dict | list | tuple) or objects.is_stateful(state)):
+        raise UnsupportedStateError(
+            f"a state is a dict, list or tuple, or an object with state_dict and load_state_dict, not a "
+            f"{type(state).__qualname__}",
+            hint='pass {"name": value}',
+        )
+    with _gc_paused():
+        walk = _Walk(allow_pickle=allow_pickle)
+        tree = walk.encode(state)
+        items, views, extra = resolve_aliases(walk.locals, walk.claim)
+        return _numbered(walk, tree, items, views, extra)
+
+
+@contextmanager
+def _gc_paused() -> Iterator[None]:
+    """A few objects for each tensor, all of them kept, make the collector walk the whole heap again and again: half of the
+    time for 20,000 tensors."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Walk(Encoder):
+    """Collects the leaves, in order, with the nodes that are to have their numbers."""
+
+    def __init__(self, *, allow_pickle: bool) -> None:
+        super().__init__(root="state", allow_pickle=allow_pickle)
+        self.locals: list[NamedLocal] = []
+        self.leaves: list[tuple[Node, int | StateItem]] = []
+        """Each node `{"$": "t"}` with its index in `locals`, or the item it is."""
+        self._names: set[str] = {METADATA_KEY}
+
+    def encode(self, value: Any, depth: int = 0) -> Node:
+        # Ahead of the table, as nearly everything is a tensor.
+        if type(value) is torch.Tensor:
+            return self._tensor(value, depth)
+        return super().encode(value, depth)
+
+    def other(self, value: Any, depth: int) -> Node:
+        if is_tensor(value):
+            return self._tensor(value, depth)
+        if objects.is_stateful(value):
+            return self._object(value, depth)
+        return super().other(value, depth)
+
+    def large(self, data: bytes, kind: str, descr: Any = None) -> Node:
+        item = value_item(self.name(), data, kind, descr)
+        node: Node = {TAG: "t", "i": -1}
+        self.leaves.append((node, item))
+        return node
+
+    def claim(self, name: str, path: Sequence[Any] = ()) -> str:
+        """The name itself, or with a suffix if it is reserved or another leaf's; the same in every process."""
+        if name in self._names or name.startswith(PAD_PREFIX):
+            typed = msgspec.json.encode([self._key(key) for key in path if key is not STATE_DICT])
+            plain = name
+            for salt in range(1 << 16):
+                name = f"{plain}#{xxhash.xxh3_64_hexdigest(typed, seed=salt)[:8]}"
+                if name not in self._names:
+                    break
+        self._names.add(name)
+        return name
+
+    def name(self, part: str = "") -> str:
+        """The name of the leaf at the current path."""
+        path = [key for key in self.path if key is not STATE_DICT]
+        name = ".".join(map(str, path)) + part
+        if not name.isascii():
+            name = name.encode("utf-8", "backslashreplace").decode()
+        return self.claim(name, path)
+
+    def _tensor(self, value: Any, depth: int) -> Node:
+        try:
+            parts = extract(value)
+        except ValueError as error:
+            if isinstance(value, LocalChunk):
+                self.refuse(str(error))
+            return self.pickled(value, f"cannot store {error}")
+        nodes: list[Node] = []
+        for local in parts:
+            node: Node = {TAG: "t", "i": -1}
+            self.leaves.append((node, len(self.locals)))
+            self.locals.append(NamedLocal(self.name(local.part), local))
+            nodes.append(node)
+        # A rank may hold none or several shards of a ShardedTensor.
+        return nodes[0] if len(nodes) == 1 else {TAG: "tuple", "v": nodes}
+
+    def _object(self, value: Any, depth: int) -> Node:
+        self.opened(value, depth)
+        self.path.append(STATE_DICT)
+        try:
+            inner = objects.state_dict_of(value)
+        except UnsupportedStateError as error:
+            self.refuse(error.message, hint=error.hint)
+        node = {TAG: "object", "v": self.encode(inner, depth + 1)}
+        self.path.pop()
+        self.closed(value)
+        return node
+
+
+def _numbered(
+    walk: _Walk, tree: Node, items: dict[int, StateItem], views: dict[int, Any], extra: dict[int, StateItem]
+) -> FlatState:
+    """Number the leaves in the format's order and write the numbers into the tree."""
+    ordered: list[StateItem] = []
+    ordered_views = []
+    view_nodes = []
+    for node, leaf in walk.leaves:
+        if isinstance(leaf, StateItem):
+            node["i"] = len(ordered)
+            ordered.append(leaf)
+            continue
+        if leaf in extra:
+            ordered.append(extra[leaf])
+        if leaf in items:
+            node["i"] = len(ordered)
+            ordered.append(items[leaf])
+        else:
+            view_nodes.append(node)
+            ordered_views.append(views[leaf])
+    for index, node in enumerate(view_nodes, start=len(ordered)):
+        node["i"] = index
+    return FlatState(tree, ordered, ordered_views)
