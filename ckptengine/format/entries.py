@@ -219,12 +219,26 @@ def _validate_tensor(entry: TensorEntry, checked: dict[Any, tuple[int, int]]) ->
         raise ValueError(f"unknown kind {entry.kind!r}")
     elif entry.chunk is not None:
         raise ValueError(f"a chunk of a value of kind {entry.kind!r}")
+    elif entry.dtype != "uint8" or len(entry.shape) != 1:
+        raise ValueError(f"{entry.kind} must be uint8 of one dimension")
     elif entry.kind == "ndarray":
-        if not isinstance(entry.descr, str | list):
-            raise ValueError("an ndarray without descr")
-        check_tree(entry.descr, 0)
-    elif entry.descr is not None or entry.dtype != "uint8" or len(entry.shape) != 1:
-        raise ValueError(f"{entry.kind} must be uint8, of one dimension, without descr")
+        _validate_descr(entry.descr)
+    elif entry.descr is not None:
+        raise ValueError(f"{entry.kind} with descr")
+
+
+def _validate_descr(descr: Any) -> None:
+    if not isinstance(descr, list) or len(descr) != 3:
+        raise ValueError(
+            "an ndarray's descr is numpy's dtype description, the shape and whether in Fortran order"
+        )
+    dtype, shape, fortran = descr
+    if not isinstance(dtype, str | list) or not isinstance(shape, list) or not isinstance(fortran, bool):
+        raise ValueError("malformed descr")
+    if any(type(size) is not int for size in shape):
+        raise ValueError("malformed shape in descr")
+    check_shape(shape)
+    check_tree(dtype, 0)
 
 
 def _validate_view(view: ViewEntry, tensors: dict[str, TensorEntry]) -> None:

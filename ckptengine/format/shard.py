@@ -69,7 +69,7 @@ class _Extra(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=
     flat_of: Sizes | None = None
     placement: str | None = None
     kind: str | None = None
-    descr: str | list[Any] | None = None
+    descr: list[Any] | None = None
 
 
 class _View(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):

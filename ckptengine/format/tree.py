@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any, TypeAlias
 
 from ckptengine.format.digest import is_lower_hex
-from ckptengine.format.limits import EXACT_INT_MAX, MAX_JSON_DEPTH, MAX_NDIM
+from ckptengine.format.limits import EXACT_INT_MAX, INT64_MAX, MAX_JSON_DEPTH, MAX_NDIM
 
 TAG = "$"
 
@@ -40,8 +40,13 @@ def _is_complex(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and all(map(_is_hex_float, value))
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_shape(value: Any) -> bool:
     return type(value) is list and len(value) <= MAX_NDIM and all(map(_is_int, value))
+
+
+def _is_size(value: Any) -> bool:
+    """torch.Size is a tuple of any integers that fit 64 bits."""
+    return type(value) is list and all(type(v) is int and -INT64_MAX - 1 <= v <= INT64_MAX for v in value)
 
 
 def _is_list(value: Any) -> bool:
@@ -78,14 +83,14 @@ _TAGS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "str": {"v": _is_base64},
     "bytes": {"v": _is_base64},
     "bytearray": {"v": _is_base64},
-    "ndarray": {"d": _is_descr, "s": _is_sizes, "f": _is_true, "v": _is_base64},
+    "ndarray": {"d": _is_descr, "s": _is_shape, "f": _is_true, "v": _is_base64},
     "npscalar": {"d": _is_descr, "v": _is_base64},
     "dtype": {"v": _is_text},
     "device": {"v": _is_text},
     "layout": {"v": _is_text},
     "memory_format": {"v": _is_text},
     "npdtype": {"v": _is_descr},
-    "size": {"v": _is_sizes},
+    "size": {"v": _is_size},
     "enum": {"m": _is_text, "q": _is_text, "n": _is_text},
     "object": {"v": _is_any},
     "pickle": {"v": _is_base64},
@@ -161,7 +166,9 @@ def _check_tagged(
         raise ValueError(f"a {tag} with an unknown key {_at(where)}")
     if tag == "t" and value["i"] >= n_leaves:
         raise ValueError(f"tensor {value['i']} of {n_leaves} {_at(where)}")
-    # What a tag holds is a tree, or a description or shape that is held to the same bounds. A pair is a list
+    if tag == "size":
+        return
+    # What other tags hold is a tree, or a description that is held to the same bounds. A pair is a list
     # of two trees, so pairs need no case of their own.
     _check_items(where, ((key, value[key]) for key in ("v", "d") if key in value), below)
 
