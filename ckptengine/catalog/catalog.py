@@ -10,12 +10,12 @@ is ignored, like any other file: retention would delete through it, and two name
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 from dataclasses import dataclass
 
 from ckptengine.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     NotCommittedError,
@@ -147,8 +147,8 @@ def list_dir(store: Store, path: str) -> list[Entry]:
     """`Store.list`, where a path that is missing or no directory is a `CheckpointNotFoundError`."""
     try:
         return store.list(path)
-    except CheckpointError as exc:
-        if not (isinstance(exc, StorageError) and isinstance(exc.__cause__, NotADirectoryError)):
+    except StorageError as exc:
+        if exc.errno != errno.ENOTDIR:
             raise
         problem = "it is not a directory"
     except FileNotFoundError:
