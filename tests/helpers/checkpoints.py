@@ -210,7 +210,7 @@ def rewrite_manifest(step_path: str | Path, **changes: Any) -> None:
 
 
 def rewrite_shard(step_path: str | Path, rank: int, **changes: Any) -> None:
-    """Replaces fields of a shard's header and of the manifest's reference to it: every digest is right again."""
+    """Replaces fields of a shard's header and the reference to it; every digest is right again."""
     manifest = read_manifest(step_path)
     ref = manifest.shards[rank]
     path = Path(step_path) / ref.path
