@@ -25,7 +25,7 @@ from ckptengine.read.plan import Destination
 from ckptengine.read.reader import read_shard
 from ckptengine.read.shards import open_header
 from ckptengine.storage.posix import PosixStore
-from ckptengine.verify import LEVELS, Level, VerifyReport, verify
+from ckptengine.verification import LEVELS, Level, VerifyReport, verify
 from tests.helpers.checkpoints import (
     RankContent,
     Tensor,
@@ -372,7 +372,7 @@ def test_a_path_out_of_the_step_is_damage_and_nothing_outside_is_read(tmp_path: 
 
 
 def test_verify_needs_no_torch() -> None:
-    code = "import sys, ckptengine.verify; sys.exit('torch' in sys.modules)"
+    code = "import sys, ckptengine.verification; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
