@@ -132,6 +132,11 @@ class TrainConfig:
 
     kill_rank: int | None = _option(None, "SIGKILL the process of this rank ...", "faults", "R")
     kill_step: int | None = _option(None, "... after this step, in the job's first life only", "faults", "S")
+    kill_after_commit: bool = _option(
+        False,
+        "... once the saves requested so far are committed, so that the kill falls between two checkpoints",
+        "faults",
+    )
     kill_once_file: str | None = _option(
         None,
         "instead of in the first life, kill while this file does not exist; it is then made",
@@ -162,8 +167,8 @@ class TrainConfig:
             problems.append(
                 "--kill-rank and --kill-step go together: one names the process, the other the moment"
             )
-        if self.kill_once_file is not None and self.kill_rank is None:
-            problems.append("--kill-once-file needs --kill-rank and --kill-step")
+        if (self.kill_once_file is not None or self.kill_after_commit) and self.kill_rank is None:
+            problems.append("--kill-once-file and --kill-after-commit need --kill-rank and --kill-step")
         if self.kill_step is not None and not 1 <= self.kill_step <= self.steps:
             problems.append(
                 f"--kill-step must be a step of the run, in [1, {self.steps}], not {self.kill_step}"

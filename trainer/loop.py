@@ -176,5 +176,7 @@ def _steps(run: Run, saves: Saves, events: EventLog, life: int) -> None:
             )  # fmt: skip
             since, tokens = now, 0
         if kill is not None and kill.is_due(rank=world.rank, step=step, life=life):
+            if config.kill_after_commit:
+                saves.finish()
             events.write("kill", step=step)
             kill.strike()

@@ -42,7 +42,10 @@ def test_flags_reach_their_fields_with_their_types() -> None:
             ["--root", "r", "--kill-rank", "1", "--kill-step", "99"],
             r"--kill-step must be a step of the run, in \[1, 60\]",
         ),
-        (["--root", "r", "--kill-once-file", "f"], "--kill-once-file needs --kill-rank and --kill-step"),
+        (
+            ["--root", "r", "--kill-once-file", "f"],
+            "--kill-once-file and --kill-after-commit need --kill-rank and --kill-step",
+        ),
         (["--root", "r", "--dim", "30"], "--dim must split into --n-heads heads of even size, not 30 into 4"),
         (["--root", "r", "--n-kv-heads", "3"], "--n-heads must be a multiple of --n-kv-heads, not 4 of 3"),
         (["--root", "r", "--dropout", "1"], r"--dropout must be in \[0, 1\), not 1.0"),

@@ -13,10 +13,10 @@ from trainer.events import read_events
 from trainer.launch import Job, torchrun
 
 RANKS = 2
-STEPS = 40
-SAVE_EVERY = 10
+STEPS = 24
+SAVE_EVERY = 6
 KILL_RANK = 1
-KILL_STEP = 26
+KILL_STEP = 16
 TIMEOUT_S = 150.0
 
 # Small enough for two CPU cores; dropout and noise, so that a resume that forgets a random generator shows.
@@ -85,7 +85,7 @@ def run_job(
         "--events", str(place.events), "--final-dir", str(place.final), *MODEL, *TRAINING,
     ]  # fmt: skip
     if kill:
-        arguments += ["--kill-rank", str(KILL_RANK), "--kill-step", str(KILL_STEP)]
+        arguments += ["--kill-rank", str(KILL_RANK), "--kill-step", str(KILL_STEP), "--kill-after-commit"]
 
     def poll() -> None:
         on_progress(*progress(read_events(place.events)))
