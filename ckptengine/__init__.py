@@ -12,7 +12,7 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from ckptengine.adapters.fsdp import training_state
     from ckptengine.adapters.tensors import LocalChunk
-    from ckptengine.checkpointer import Checkpointer, CommitInfo, RestoreInfo, SaveHandle
+    from ckptengine.checkpointer import Checkpointer
     from ckptengine.config import Config
     from ckptengine.errors import (
         CheckpointError,
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
         UnsupportedStateError,
     )
+    from ckptengine.handle import SaveHandle
+    from ckptengine.info import CommitInfo, RestoreInfo
     from ckptengine.reader_api import CheckpointReader, open_checkpoint
     from ckptengine.verification import VerifyReport, verify
 
@@ -58,9 +60,9 @@ __all__ = [
 _HOME = {
     "Checkpointer": "checkpointer",
     "Config": "config",
-    "SaveHandle": "checkpointer",
-    "CommitInfo": "checkpointer",
-    "RestoreInfo": "checkpointer",
+    "SaveHandle": "handle",
+    "CommitInfo": "info",
+    "RestoreInfo": "info",
     "open_checkpoint": "reader_api",
     "CheckpointReader": "reader_api",
     "verify": "verification",
