@@ -222,9 +222,11 @@ def _decode(data: bytes, path: str) -> _Content:
     if parameters.content_size > MAX_INDEX_NBYTES:
         # Also the value that stands for "unknown".
         raise ValueError("its decompressed size is not given, or too large")
-    packed = zstandard.ZstdDecompressor(max_window_size=MAX_INDEX_NBYTES).decompress(
-        frame, allow_extra_data=False
-    )
+    # In steps, so that memory grows with what is there and not with what the frame claims.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_INDEX_NBYTES).decompressobj()
+    packed = decompressor.decompress(frame)
+    if not decompressor.eof or decompressor.unused_data:
+        raise ValueError("not one whole frame")
     return msgspec.msgpack.decode(packed, type=_Content)
 
 

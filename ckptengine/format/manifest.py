@@ -87,7 +87,10 @@ class Manifest:
             raise ValueError(f"unknown codec {self.codec!r}")
         if self.block_nbytes <= 0 or self.block_nbytes % PAGE:
             raise ValueError(f"block_nbytes is not a positive multiple of {PAGE}: {self.block_nbytes}")
-        if self.world_size < 1 or [shard.rank for shard in self.shards] != list(range(self.world_size)):
+        # The count first: a list of as many ranks as a hostile world_size says would not fit into memory.
+        if not 0 < self.world_size == len(self.shards) or any(
+            shard.rank != rank for rank, shard in enumerate(self.shards)
+        ):
             raise ValueError(
                 f"{len(self.shards)} shards, not one for each of {self.world_size} ranks, in order"
             )
