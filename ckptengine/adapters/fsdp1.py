@@ -31,8 +31,9 @@ _WRAPPED = "_fsdp_wrapped_module"
 class FlatPart:
     """An original parameter's place in a flat parameter.
 
-    flat_param: what the optimizer holds with `use_orig_params=False`; param: with True, else None. start, nelem: the
-    range of this rank's flat parameter, in elements. chunk: that range, as part of the original parameter.
+    flat_param: what the optimizer holds with `use_orig_params=False`. param: what it holds with True; else None.
+    start, nelem: the range of this rank's flat parameter, in elements. chunk: that range, as part of the original
+    parameter. tied: this is another name of a parameter that has a part already.
     """
 
     flat_param: torch.Tensor
@@ -40,6 +41,11 @@ class FlatPart:
     start: int
     nelem: int
     chunk: LocalChunk
+    tied: bool = False
+
+    @property
+    def in_optimizer(self) -> torch.Tensor:
+        return self.flat_param if self.param is None else self.param
 
 
 def has_fsdp1(module: nn.Module) -> bool:
@@ -69,6 +75,18 @@ def set_extra_state(module: nn.Module, values: dict[str, Any]) -> list[str]:
         if key in left:
             child.set_extra_state(left.pop(key))
     return list(left)
+
+
+def reshard(module: nn.Module) -> None:
+    """Drop gathered parameters, which would hide what is written to this rank's part of them.
+
+    A forward pass without a backward leaves those of the root module gathered.
+    """
+    for child in module.modules():
+        handle = getattr(child, "_handle", None) if _is_fsdp1(child) else None
+        if handle is not None and handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+            handle.reshard(True)
+            handle.post_reshard()
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
@@ -153,7 +171,7 @@ def _flat_parts(module: nn.Module) -> dict[int, list[tuple[str, FlatPart]]]:
             chunk = part.chunk
             again = LocalChunk(chunk.tensor, chunk.global_shape, chunk.offsets, chunk.flat_of)
             owned[id(shared.module)].append(
-                (shared.param_name, FlatPart(flat, None, part.start, part.nelem, again))
+                (shared.param_name, FlatPart(flat, part.param, part.start, part.nelem, again, tied=True))
             )
     return owned
 

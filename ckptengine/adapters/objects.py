@@ -15,12 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptengine.adapters import fsdp1
-from ckptengine.adapters.tensors import LocalChunk, chunk_of_dtensor, extract, is_tensor, torch_dtype
+from ckptengine.adapters.leaves import Leaf
+from ckptengine.adapters.tensors import Local, LocalChunk, chunk_of_dtensor, extract, torch_dtype
 from ckptengine.errors import StateMismatchError
-from ckptengine.format.entries import TensorEntry, ViewEntry
-from ckptengine.format.geometry import Chunk
-
-Leaf = TensorEntry | ViewEntry
 
 
 def is_stateful(value: Any) -> bool:
@@ -47,19 +44,6 @@ def module_state(module: nn.Module) -> Any:
     return OrderedDict((name, _detached(value)) for name, value in named.items())
 
 
-def named_params(module: nn.Module) -> dict[int, str]:
-    """The name each parameter has in the module's state, by its id; the first one, if it has several.
-
-    FSDP1's flattened parameters are left out (see `fsdp1.named_state`).
-    """
-    state = fsdp1.named_state(module)[0] if fsdp1.has_fsdp1(module) else module.state_dict(keep_vars=True)
-    names: dict[int, str] = {}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            names.setdefault(id(value), name)
-    return names
-
-
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
@@ -67,7 +51,8 @@ def _detached(value: Any) -> Any:
 class Adapter(Protocol):
     """An object as a restore target. Once per restore: `state`, then `problems`, and after the read `load`."""
 
-    closed: bool
+    def parts(self) -> dict[str, Any] | None:
+        """The objects it is made of, each restored by itself; None if it is one."""
 
     def state(self) -> Any:
         """What the object holds now."""
@@ -75,7 +60,7 @@ class Adapter(Protocol):
     def problems(self, loaded: Any) -> list[str]:
         """Why `loaded` (whose tensors are not filled yet) cannot be loaded; for open objects."""
 
-    def fresh(self, path: tuple[Any, ...], entry: Leaf) -> Any:
+    def fresh(self, path: tuple[Any, ...], leaf: Leaf) -> Any:
         """Something to fill for a stored tensor that the object has no place for yet; None: a plain tensor will do."""
 
     def load(self, loaded: Any) -> None:
@@ -83,51 +68,46 @@ class Adapter(Protocol):
 
 
 def adapter(value: Any) -> Adapter:
-    special = getattr(type(value), "__ckptengine_adapter__", None)
-    if special is not None:
-        made: Adapter = special(value)
-        return made
     if isinstance(value, nn.Module):
         return ModuleAdapter(value)
     if isinstance(value, torch.optim.Optimizer):
         return OptimizerAdapter(value)
-    return AnyAdapter(value)
+    return value if isinstance(value, StatefulAdapter) else AnyAdapter(value)
 
 
-class ModuleAdapter:
-    closed = True
+class _Whole:
+    """What most adapters have in common."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def state(self) -> Any:
-        return module_state(self._module)
+    def parts(self) -> dict[str, Any] | None:
+        return None
 
     def problems(self, loaded: Any) -> list[str]:
         return []
 
-    def fresh(self, path: tuple[Any, ...], entry: Leaf) -> Any:
+    def fresh(self, path: tuple[Any, ...], leaf: Leaf) -> Any:
         return None
+
+
+class ModuleAdapter(_Whole):
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._storages: set[int] | None = None
+
+    def state(self) -> Any:
+        if fsdp1.has_fsdp1(self._module):
+            fsdp1.reshard(self._module)
+        return module_state(self._module)
 
     def owns(self, value: Any) -> bool:
         """Is a tensor of the module's state one of its own, so that filling it fills the module?"""
+        if isinstance(value, LocalChunk):
+            return True
+        if self._storages is None:
+            own = (*self._module.parameters(), *self._module.buffers())
+            self._storages = {_storage(local.tensor) for tensor in own for local in _parts(tensor)}
         return all(
-            not local.tensor.numel() or local.tensor.untyped_storage().data_ptr() in self._storages()
-            for local in extract(value)
+            not local.tensor.numel() or _storage(local.tensor) in self._storages for local in _parts(value)
         )
-
-    def _storages(self) -> set[int]:
-        storages = getattr(self, "_found", None)
-        if storages is None:
-            own = [*self._module.parameters(), *self._module.buffers()]
-            storages = {
-                local.tensor.untyped_storage().data_ptr()
-                for tensor in own
-                if not isinstance(tensor, nn.parameter.UninitializedTensorMixin)  # type: ignore[attr-defined]
-                for local in extract(tensor)
-            }
-            self._found = storages
-        return storages
 
     def load(self, loaded: Any) -> None:
         if not loaded:
@@ -143,23 +123,40 @@ class ModuleAdapter:
         self._module.load_state_dict(loaded, strict=False)
 
 
-class AnyAdapter:
-    closed = False
+def _parts(value: Any) -> list[Local]:
+    try:
+        return extract(value, in_place=True)
+    except ValueError:
+        # No target for a restore, and reported as that.
+        return []
 
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class AnyAdapter(_Whole):
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def state(self) -> Any:
         return self._value.state_dict()
 
-    def problems(self, loaded: Any) -> list[str]:
-        return []
-
-    def fresh(self, path: tuple[Any, ...], entry: Leaf) -> Any:
-        return None
-
     def load(self, loaded: Any) -> None:
         self._value.load_state_dict(loaded)
+
+
+class StatefulAdapter(AnyAdapter):
+    """An object that is its own adapter: what it does as a restore target is its own affair."""
+
+    def __init__(self) -> None:
+        super().__init__(self)
+
+    def state_dict(self) -> Any:
+        return self.state()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.load(state)
 
 
 class OptimizerAdapter(AnyAdapter):
@@ -177,22 +174,22 @@ class OptimizerAdapter(AnyAdapter):
         own = [len(group["params"]) for group in self._value.param_groups]
         return [] if own == stored else [f"parameters per group: {own}, in the checkpoint {stored}"]
 
-    def fresh(self, path: tuple[Any, ...], entry: Leaf) -> Any:
+    def fresh(self, path: tuple[Any, ...], leaf: Leaf) -> Any:
         param = self._params.get(path[1]) if len(path) > 2 and path[0] == "state" else None
-        return None if param is None else state_like(param, entry)
+        return None if param is None else state_like(param, leaf)
 
     def load(self, loaded: Any) -> None:
         load_exactly(self._value, loaded)
 
 
-def state_like(param: torch.Tensor, entry: Leaf) -> Any:
+def state_like(param: torch.Tensor, leaf: Leaf) -> Any:
     """An empty tensor for a stored optimizer state of a parameter: sharded as the parameter is, if it was sharded so."""
     device = param.device
-    dtype = torch_dtype(entry.dtype)
-    if isinstance(param, DTensor) and entry.placement is not None:
+    dtype = torch_dtype(leaf.dtype)
+    if isinstance(param, DTensor) and leaf.placement is not None:
         chunk = chunk_of_dtensor(tuple(param.shape), param.device_mesh, tuple(param.placements))
-        if chunk == (entry.chunk or Chunk.whole(entry.shape)):
-            local = torch.empty(entry.shape, dtype=dtype, device=device)
+        if chunk == leaf.whole:
+            local = torch.empty(leaf.shape, dtype=dtype, device=device)
             return DTensor.from_local(
                 local,
                 param.device_mesh,
@@ -201,12 +198,10 @@ def state_like(param: torch.Tensor, entry: Leaf) -> Any:
                 shape=param.shape,
                 stride=param.stride(),
             )
-    if entry.chunk is not None:
+    if leaf.chunk is not None:
         return None
     # Not torch.empty_like: what is not of the parameter's shape (a step) stays where torch has it, on the CPU.
-    return torch.empty(
-        entry.shape, dtype=dtype, device=device if entry.shape == tuple(param.shape) else "cpu"
-    )
+    return torch.empty(leaf.shape, dtype=dtype, device=device if leaf.shape == tuple(param.shape) else "cpu")
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
@@ -227,31 +222,3 @@ def load_exactly(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
             got = state.get(name)
             if isinstance(value, torch.Tensor) and isinstance(got, torch.Tensor) and got.dtype != value.dtype:
                 state[name] = value.to(got.device)
-
-
-def as_plain(value: Any) -> Any:
-    """A state with each `LocalChunk` as its tensor: what `load_state_dict` of an object that knows none gets."""
-    if isinstance(value, LocalChunk):
-        return value.tensor
-    if isinstance(value, dict):
-        return type(value)((key, as_plain(child)) for key, child in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(as_plain(child) for child in value)
-    return value
-
-
-__all__ = [
-    "Adapter",
-    "Leaf",
-    "ModuleAdapter",
-    "OptimizerAdapter",
-    "adapter",
-    "as_plain",
-    "is_stateful",
-    "is_tensor",
-    "load_exactly",
-    "module_state",
-    "named_params",
-    "state_dict_of",
-    "state_like",
-]

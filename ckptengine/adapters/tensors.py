@@ -7,7 +7,7 @@ local tensor, without a copy and without communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -93,32 +93,38 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor | ShardedTensor | LocalChunk)
 
 
-def extract(value: Any) -> list[Local]:
+def extract(value: Any, *, in_place: bool = False) -> list[Local]:
     """The parts of a tensor on this rank: one, except for a `ShardedTensor` of which this rank has none or several.
 
-    ValueError, without the tensor's name, for a tensor that cannot be stored.
+    in_place: the parts are to be written to, so that they have to be the value's own memory. ValueError, without the
+    tensor's name, for a tensor that cannot be stored.
     """
     if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-        return [Local(_checked(value))]
-    if isinstance(value, DTensor):
-        return [_of_dtensor(value)]
-    if isinstance(value, LocalChunk):
-        return [_of_chunk(value)]
-    if isinstance(value, ShardedTensor):
+        local = Local(_checked(value))
+    elif isinstance(value, DTensor):
+        local = _of_dtensor(value)
+    elif isinstance(value, LocalChunk):
+        local = _of_chunk(value)
+    elif isinstance(value, ShardedTensor):
         return _of_sharded(value)
-    return [Local(_checked(value))]
+    else:
+        local = Local(_checked(value))
+    tensor = local.tensor
+    if not in_place and (tensor.is_conj() or tensor.is_neg()):
+        # The memory of such a view does not hold its values.
+        return [replace(local, tensor=tensor.detach().resolve_conj().resolve_neg())]
+    return [local]
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
     kind = type(tensor)
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
-        # A subclass that dispatches operations itself holds more than its bytes, or none.
-        if kind.__torch_dispatch__ not in (
-            torch.Tensor.__torch_dispatch__,
-            torch.nn.Parameter.__torch_dispatch__,
-            torch._C._disabled_torch_dispatch_impl,
-        ) or isinstance(tensor, UninitializedTensorMixin):
-            raise ValueError(f"a tensor of type {kind.__module__}.{kind.__qualname__}")
+    # A subclass that dispatches operations itself holds more than its bytes, or none.
+    if (
+        kind is not torch.Tensor
+        and kind is not torch.nn.Parameter
+        and (kind.__torch_dispatch__ not in _NO_DISPATCH or isinstance(tensor, UninitializedTensorMixin))
+    ):
+        raise ValueError(f"a tensor of type {kind.__module__}.{kind.__qualname__}")
     if tensor.layout is not torch.strided:
         raise ValueError(f"a tensor of layout {tensor.layout}")
     if tensor.is_quantized:
@@ -131,10 +137,14 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"a tensor of dtype {tensor.dtype}")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ValueError("a tensor inside a function transform, such as vmap or grad")
-    if tensor.is_conj() or tensor.is_neg():
-        # The memory of such a view does not hold its values.
-        return tensor.detach().resolve_conj().resolve_neg()
     return tensor
+
+
+_NO_DISPATCH = (
+    torch.Tensor.__torch_dispatch__,
+    torch.nn.Parameter.__torch_dispatch__,
+    torch._C._disabled_torch_dispatch_impl,
+)
 
 
 def _of_dtensor(value: DTensor) -> Local:

@@ -1,0 +1,167 @@
+"""What is stored at a leaf of the tree, where in the data section, and does a tensor fit it?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptengine.adapters.tensors import Local, dtype_name, torch_dtype
+from ckptengine.format import dtypes
+from ckptengine.format.entries import ShardHeader, TensorEntry, ViewEntry
+from ckptengine.format.geometry import Chunk, c_strides
+from ckptengine.format.tree import TAG
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A stored tensor, or a large value (`kind`).
+
+    start: its first byte in the data section. stride: of its elements there. source_stride: of the tensor it was, if
+    dense but not in C order. shard: the rank whose shard holds the bytes, None for the header's own.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stride: tuple[int, ...]
+    chunk: Chunk | None = None
+    source_stride: tuple[int, ...] | None = None
+    placement: str | None = None
+    kind: str | None = None
+    descr: Any = None
+    shard: int | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return dtypes.itemsize(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        nbytes = self.itemsize
+        for size in self.shape:
+            nbytes *= size
+        return nbytes
+
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes from its first element to the end of its last in the data section."""
+        if 0 in self.shape:
+            return 0
+        return self.itemsize * (
+            1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        )
+
+    @property
+    def in_c_order(self) -> bool:
+        return same_strides(self.shape, self.stride, c_strides(self.shape))
+
+    @property
+    def whole(self) -> Chunk:
+        """Its chunk, also if it is whole."""
+        return Chunk.whole(self.shape) if self.chunk is None else self.chunk
+
+
+def leaves_of(header: ShardHeader) -> list[Leaf]:
+    """The leaves by their index in the tree, without the replicas, whose bytes and shapes are another shard's."""
+    bases = {entry.name: entry for entry in header.tensors}
+    return [
+        *(_of_tensor(entry) for entry in header.tensors),
+        *(_of_view(view, bases[view.of]) for view in header.views),
+    ]
+
+
+def _of_tensor(entry: TensorEntry) -> Leaf:
+    return Leaf(
+        entry.name,
+        entry.dtype,
+        entry.shape,
+        entry.start,
+        c_strides(entry.shape),
+        entry.chunk,
+        entry.stride,
+        entry.placement,
+        entry.kind,
+        entry.descr,
+    )
+
+
+def _of_view(view: ViewEntry, base: TensorEntry) -> Leaf:
+    stride = c_strides(view.shape) if view.stride is None else view.stride
+    tied = is_tie(view, base)
+    return Leaf(
+        view.name,
+        view.dtype,
+        view.shape,
+        base.start + view.byte_offset,
+        stride,
+        view.chunk,
+        base.stride if tied else None,
+        view.placement,
+    )
+
+
+def is_tie(view: ViewEntry, base: TensorEntry) -> bool:
+    """Is the view all of its base, under another name?"""
+    return (
+        view.byte_offset == 0
+        and view.stride is None
+        and view.dtype == base.dtype
+        and view.shape == base.shape
+        and base.kind is None
+    )
+
+
+def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Do the strides mean the same layout? Those of dimensions of size 1 do not matter, nor any of an empty tensor."""
+    return a == b or 0 in shape or all(size == 1 or p == q for size, p, q in zip(shape, a, b, strict=True))
+
+
+def misfits(local: Local, leaf: Leaf) -> list[str]:
+    """How the tensor differs from what is stored: dtype, shape, place in the global tensor."""
+    problems = []
+    name = dtype_name(local.tensor.dtype)
+    if name != leaf.dtype:
+        problems.append(f"dtype {name}, in the checkpoint {leaf.dtype}")
+    own = Chunk.whole(tuple(local.tensor.shape)) if local.chunk is None else local.chunk
+    stored = leaf.whole
+    if own.tensor_shape != stored.tensor_shape:
+        problems.append(f"shape {own.tensor_shape}, in the checkpoint {stored.tensor_shape}")
+    # A whole tensor has the same bytes flat and in its own shape.
+    elif own != stored and not (own.is_whole and stored.is_whole):
+        problems.append(f"{_chunk_text(own)}, in the checkpoint {_chunk_text(stored)}")
+    return problems
+
+
+def _chunk_text(chunk: Chunk) -> str:
+    if chunk.is_whole:
+        return "the whole tensor"
+    flat = " of the flattened tensor" if chunk.flat_of is not None else ""
+    return f"the chunk of shape {chunk.shape} at {chunk.offsets}{flat}"
+
+
+def empty_for(leaf: Leaf, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A new tensor for a leaf, with the strides it was saved with."""
+    dtype = torch_dtype(leaf.dtype)
+    if leaf.source_stride is not None:
+        return torch.empty_strided(leaf.shape, leaf.source_stride, dtype=dtype, device=device)
+    return torch.empty(leaf.shape, dtype=dtype, device=device)
+
+
+def leaf_indices(node: Any) -> list[int]:
+    """The leaves in a tree or a part of it, in order."""
+    found: list[int] = []
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if type(node) is dict:
+            if node.get(TAG) == "t":
+                found.append(node["i"])
+            else:
+                stack.extend(reversed(node.values()))
+        elif type(node) is list:
+            stack.extend(reversed(node))
+    return found

@@ -1,0 +1,367 @@
+"""Does a stored tree fit a target, and what goes where?
+
+Target and tree are walked together, by key, not by name. Dicts are structure: their keys must agree. Lists and tuples
+that hold tensors are structure too; without tensors they are values, and may have changed their length. A value is
+replaced by what was stored, whatever its type, in the dict or list that holds it; a list, set, bytearray or array is
+changed in place. `None` stands for any value without tensors. Nothing is changed here: all that is to be done after the
+read is collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckptengine.adapters import objects
+from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
+from ckptengine.adapters.placing import Placement, Plan
+from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
+from ckptengine.adapters.values import Decoder, Node, large_value
+from ckptengine.errors import CorruptCheckpointError
+from ckptengine.format.tree import TAG
+
+
+class _Keep:
+    """The target's value stays, filled in place if need be."""
+
+
+KEEP = _Keep()
+Outcome = _Keep | Callable[[], Any]
+"""What becomes of a target's value: it stays, or its holder gets what the function returns, after the read."""
+
+
+@dataclass(slots=True)
+class Differences:
+    """All that does not fit, by name."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+
+class Matcher:
+    """Walks one target and one tree. After `match`: `differences`, `placements` and, for after the read, `actions`."""
+
+    def __init__(self, leaves: list[Leaf | None], *, allow_pickle: bool) -> None:
+        self._leaves = leaves
+        self._allow_pickle = allow_pickle
+        self.differences = Differences()
+        self.placements: list[Placement] = []
+        self.large: dict[int, np.ndarray[Any, Any]] = {}
+        """Buffers of the large values to be read, by leaf."""
+        self.actions: list[Callable[[], object]] = []
+        """Values into their holders, then whole states into objects; in the order of the walk."""
+
+    def match(self, target: Any, tree: Node) -> Outcome:
+        return self._match(target, tree, ())
+
+    def place_large(self, plan: Plan) -> None:
+        for index, buffer in self.large.items():
+            plan.read_into(self._leaf(index), buffer.ctypes.data)
+
+    def _leaf(self, index: int) -> Leaf:
+        leaf = self._leaves[index]
+        if leaf is None:
+            raise CorruptCheckpointError(f"leaf {index} is a replica of unknown shape")
+        return leaf
+
+    def _differs(self, path: tuple[Any, ...], what: str) -> _Keep:
+        self.differences.mismatched.append(f"{_name(path)}: {what}")
+        return KEEP
+
+    def _match(self, target: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
+        if is_tensor(target):
+            return self._match_tensor(target, node, path)
+        if objects.is_stateful(target):
+            return self._match_object(target, node, path)
+        if type(node) is dict and node.get(TAG) == "object":
+            # The object's state itself, as in {"model": model.state_dict()}.
+            node = node["v"]
+        kind = kind_of(node, self._leaves)
+        own = _kind_of_target(target)
+        if own == kind == "dict":
+            return self._match_dict(target, node, path)
+        if own == kind and kind in ("list", "tuple"):
+            return self._match_sequence(target, node, path)
+        if (own in _STRUCTURES or kind in _STRUCTURES) and not (target is None or node is None):
+            return self._differs(path, f"{_article(own)}, in the checkpoint {_article(kind)}")
+        if self._has_tensors(node):
+            return self._differs(path, f"{_article(own)}, in the checkpoint {_article(kind)} with tensors")
+        if _target_has_tensors(target):
+            return self._differs(path, f"{_article(own)} with tensors, in the checkpoint {_article(kind)}")
+        return self._match_value(target, node, path)
+
+    # Tensors
+
+    def _match_tensor(self, target: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
+        try:
+            parts = extract(target, in_place=True)
+        except ValueError as error:
+            return self._differs(path, f"cannot be filled: {error}")
+        nodes = [node] if len(parts) == 1 else node["v"] if _tag(node) == "tuple" else None
+        kind = kind_of(node, self._leaves)
+        if nodes is None or any(kind_of(child, self._leaves) != "tensor" for child in nodes):
+            return self._differs(path, f"a tensor, in the checkpoint {_article(kind)}")
+        if len(nodes) != len(parts):
+            return self._differs(path, f"{len(parts)} shards, in the checkpoint {len(nodes)}")
+        for local, child in zip(parts, nodes, strict=True):
+            leaf = self._leaf(child["i"])
+            problems = misfits(local, leaf)
+            if problems:
+                self._differs(path, "; ".join(problems))
+            else:
+                self.placements.append(Placement(leaf, local.tensor))
+        return KEEP
+
+    def _has_tensors(self, node: Node) -> bool:
+        return any((leaf := self._leaves[i]) is None or leaf.kind is None for i in leaf_indices(node))
+
+    # Containers
+
+    def _match_dict(self, target: dict[Any, Any], node: Node, path: tuple[Any, ...]) -> Outcome:
+        stored = self._entries(node, path)
+        for key, value in target.items():
+            if key not in stored:
+                self.differences.missing.append(_name((*path, key)))
+                continue
+            outcome = self._match(value, stored[key], (*path, key))
+            if not isinstance(outcome, _Keep):
+                self.actions.append(_set_item(target, key, outcome))
+        self.differences.unexpected.extend(_name((*path, key)) for key in stored if key not in target)
+        return KEEP
+
+    def _entries(self, node: Node, path: tuple[Any, ...]) -> dict[Any, Node]:
+        if TAG not in node:
+            return node  # type: ignore[no-any-return]
+        keys = self._decoder(path)
+        return {keys.decode(key): child for key, child in node["v"]}
+
+    def _match_sequence(self, target: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
+        stored = node if type(node) is list else node["v"]
+        if len(target) != len(stored):
+            if not self._has_tensors(node) and not _target_has_tensors(target):
+                return self._match_value(target, node, path)
+            self.differences.missing.extend(_name((*path, i)) for i in range(len(stored), len(target)))
+            self.differences.unexpected.extend(_name((*path, i)) for i in range(len(target), len(stored)))
+        outcomes = [
+            self._match(value, child, (*path, index))
+            for index, (value, child) in enumerate(zip(target, stored, strict=False))
+        ]
+        replaced = {i: outcome for i, outcome in enumerate(outcomes) if not isinstance(outcome, _Keep)}
+        if isinstance(target, list):
+            self.actions.extend(_set_item(target, i, outcome) for i, outcome in replaced.items())
+            return KEEP
+        if not replaced:
+            return KEEP
+        return lambda: tuple(replaced[i]() if i in replaced else value for i, value in enumerate(target))
+
+    # Values
+
+    def _match_value(self, target: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
+        if type(target) in _SCALARS and type(node) is type(target) and repr(node) == repr(target):
+            return KEEP
+        get = self._value(node, path)
+        if type(target) in (list, set, bytearray, np.ndarray):
+            # Others may hold it too, and changing it in place reaches them. If it cannot be, it is replaced.
+            return _InPlace(target, get)
+        return get
+
+    def _value(self, node: Node, path: tuple[Any, ...]) -> Callable[[], Any]:
+        """What a node without tensors stands for; a malformed one, or a forbidden pickle, is an error right away."""
+        value = self._decoder(path).decode(node)
+        indices = leaf_indices(node)
+        if not indices:
+            return lambda: value
+        for index in indices:
+            self._read_large(index)
+        return lambda: self._decoder(path, self._large_value).decode(node)
+
+    def _read_large(self, index: int) -> None:
+        self.large.setdefault(index, np.empty(self._leaf(index).nbytes, np.uint8))
+
+    def _large_value(self, index: int) -> Any:
+        leaf = self._leaf(index)
+        return large_value(leaf.kind or "", leaf.descr, memoryview(self.large[index]))
+
+    def _decoder(self, path: tuple[Any, ...], leaf: Callable[[int], Any] = lambda _: None) -> Decoder:
+        return Decoder(leaf, path=path, allow_pickle=self._allow_pickle)
+
+    # Objects
+
+    def _match_object(self, target: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
+        if _tag(node) == "object":
+            node = node["v"]
+        adapter = objects.adapter(target)
+        parts = adapter.parts()
+        if parts is not None or isinstance(adapter, objects.ModuleAdapter):
+            kind = kind_of(node, self._leaves)
+            if kind != "dict":
+                return self._differs(path, f"{_type_name(target)}, in the checkpoint {_article(kind)}")
+            if parts is not None:
+                return self._match_dict(parts, node, path)
+            return self._match_module(adapter, node, path)
+        return self._match_open(adapter, node, path)
+
+    def _match_module(self, adapter: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
+        stored = self._entries(node, path)
+        state = adapter.state()
+        given: dict[Any, Callable[[], Any]] = {}
+        for key, value in state.items():
+            inner = (*path, key)
+            if key not in stored:
+                self.differences.missing.append(_name(inner))
+            elif is_tensor(value):
+                self._match_tensor(value, stored[key], inner)
+                if not adapter.owns(value):
+                    given[key] = _constant(value)
+            else:
+                given[key] = self._opened(value, stored[key], inner, lambda path, leaf: None)
+        self.differences.unexpected.extend(_name((*path, key)) for key in stored if key not in state)
+        if given:
+            self.actions.append(lambda: adapter.load({key: get() for key, get in given.items()}))
+        return KEEP
+
+    def _match_open(self, adapter: objects.Adapter, node: Node, path: tuple[Any, ...]) -> Outcome:
+        get = self._opened(adapter.state(), node, path, adapter.fresh)
+        for problem in adapter.problems(get()):
+            self._differs(path, problem)
+        self.actions.append(lambda: adapter.load(get()))
+        return KEEP
+
+    def _opened(
+        self, current: Any, node: Node, path: tuple[Any, ...], fresh: Callable[[tuple[Any, ...], Leaf], Any]
+    ) -> Callable[[], Any]:
+        """A state that is taken as it was stored.
+
+        Its tensors are the current state's where that has one that fits, else new ones. The function may be called before
+        the read too: the tensors and large values are then not filled yet.
+        """
+        filled: dict[int, Any] = {}
+
+        def place(index: int) -> Any:
+            leaf = self._leaf(index)
+            if leaf.kind is not None:
+                self._read_large(index)
+                return None
+            inner = tuple(decoder.path[len(path) :])
+            value = self._fitting(current, inner, leaf)
+            if value is None:
+                value = fresh(inner, leaf)
+            if value is None and leaf.chunk is not None:
+                self._differs(
+                    tuple(decoder.path),
+                    "a chunk of a sharded tensor is stored, and the object neither has such a tensor yet nor can it be "
+                    "told how to make one; let it build its state first, or use training_state",
+                )
+            if value is None:
+                value = empty_for(leaf)
+            (local,) = extract(value, in_place=True)
+            self.placements.append(Placement(leaf, local.tensor))
+            filled[index] = value
+            return value
+
+        decoder = self._decoder(path, place)
+        decoder.decode(node)
+        return lambda: self._decoder(
+            path, lambda index: filled[index] if index in filled else self._large_value(index)
+        ).decode(node)
+
+    def _fitting(self, current: Any, path: tuple[Any, ...], leaf: Leaf) -> Any:
+        """The current state's tensor at a path, if it has one that the leaf fits."""
+        for key in path:
+            try:
+                current = current[key]
+            except (KeyError, IndexError, TypeError):
+                return None
+        if not is_tensor(current):
+            return None
+        try:
+            parts = extract(current, in_place=True)
+        except ValueError:
+            return None
+        return current if len(parts) == 1 and not misfits(parts[0], leaf) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InPlace:
+    """Puts a value into a mutable one of the same kind, and returns that; where it cannot, the value itself."""
+
+    target: Any
+    get: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        target, value = self.target, self.get()
+        if type(value) is not type(target):
+            return value
+        if isinstance(target, np.ndarray):
+            if value.dtype != target.dtype or value.shape != target.shape or not target.flags.writeable:
+                return value
+            target[...] = value
+        elif isinstance(target, set):
+            target.clear()
+            target.update(value)
+        else:
+            target[:] = value
+        return target
+
+
+_SCALARS = (type(None), bool, int, float, str)
+_STRUCTURES = ("dict", "list", "tuple", "tensor", "object")
+
+
+def kind_of(node: Node, leaves: list[Leaf | None]) -> str:
+    """What a node stands for, in a word: one of `_STRUCTURES`, or the kind of a value."""
+    if type(node) is dict:
+        tag = node.get(TAG, "dict")
+        if tag == "t":
+            leaf = leaves[node["i"]]
+            return "tensor" if leaf is None or leaf.kind is None else leaf.kind
+        return "dict" if tag == "odict" else str(tag)
+    return "None" if node is None else type(node).__name__
+
+
+def _kind_of_target(target: Any) -> str:
+    if isinstance(target, dict):
+        return "dict"
+    name = "None" if target is None else type(target).__name__
+    return f"other {name}" if name in _STRUCTURES and type(target) not in (list, tuple) else name
+
+
+def _article(kind: str) -> str:
+    return kind if kind == "None" else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def _type_name(target: Any) -> str:
+    return _article(type(target).__name__)
+
+
+def _tag(node: Node) -> Any:
+    return node.get(TAG) if type(node) is dict else None
+
+
+def _target_has_tensors(target: Any) -> bool:
+    if is_tensor(target) or objects.is_stateful(target):
+        return True
+    if isinstance(target, dict):
+        return any(map(_target_has_tensors, target.values()))
+    return type(target) in (list, tuple) and any(map(_target_has_tensors, target))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _set_item(holder: Any, key: Any, get: Callable[[], Any]) -> Callable[[], None]:
+    def action() -> None:
+        holder[key] = get()
+
+    return action
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    if isinstance(value, LocalChunk):
+        return lambda: value.tensor
+    return lambda: value

@@ -1,0 +1,213 @@
+"""Where do the bytes of each leaf go? Straight into the tensors that are to hold them, wherever that can be.
+
+A CPU tensor in C order is read into directly. Any other is read into a buffer of its own and copied after the read, when
+every byte is known to be good. Tensors that share memory are read once where they share it in the checkpoint too; where
+they do not, all are read into buffers and, after the copy, each is checked to hold what was stored for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ckptengine.adapters.aliases import extent_nelem
+from ckptengine.adapters.leaves import Leaf, same_strides
+from ckptengine.adapters.tensors import plain, torch_dtype
+from ckptengine.errors import StateMismatchError
+from ckptengine.read.plan import Destination
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """A leaf, and the tensor that is to hold it: same dtype, same shape, any layout and device."""
+
+    leaf: Leaf
+    tensor: torch.Tensor
+    # Its first byte in memory, and the byte after its last.
+    start: int = 0
+    stop: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tensor.numel():
+            self.start = self.tensor.data_ptr()
+            self.stop = self.start + extent_nelem(self.tensor) * self.tensor.element_size()
+
+    @property
+    def linear(self) -> bool:
+        """Are its bytes the same, in the same order and without gaps, in memory and in the data section?"""
+        return self.tensor.is_contiguous() and self.plain_memory and self.leaf.in_c_order
+
+    @property
+    def plain_memory(self) -> bool:
+        return not (self.tensor.is_conj() or self.tensor.is_neg())
+
+    @property
+    def shift(self) -> tuple[int | None, int]:
+        """What is the same for two placements that get the same bytes at the same addresses."""
+        return self.leaf.shard, self.start - self.leaf.start
+
+    def is_part_of(self, other: Placement) -> bool:
+        """Does reading `other`, which is linear, fill this one too?"""
+        return (
+            self.shift == other.shift
+            and self.start >= other.start
+            and self.stop <= other.stop
+            and self.plain_memory
+            and self.leaf.shape == tuple(self.tensor.shape)
+            and same_strides(self.leaf.shape, self.leaf.stride, self.tensor.stride())
+        )
+
+    def same_as(self, other: Placement) -> bool:
+        return (
+            self.start == other.start
+            and self.leaf.start == other.leaf.start
+            and self.leaf.shard == other.leaf.shard
+            and self.leaf.stride == other.leaf.stride
+            and self.tensor.dtype == other.tensor.dtype
+            and self.tensor.shape == other.tensor.shape
+            and self.tensor.stride() == other.tensor.stride()
+            and self.plain_memory
+            and other.plain_memory
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """A leaf that is read into a buffer first. checked: the tensor shares memory with others, or with itself."""
+
+    placement: Placement
+    source: torch.Tensor
+    checked: bool
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """Destinations, by the shard they are read from (None: the rank's own), and what is left to do after the read."""
+
+    destinations: dict[int | None, list[Destination]] = field(default_factory=lambda: defaultdict(list))
+    _direct: list[torch.Tensor] = field(default_factory=list)
+    _staged: list[_Staged] = field(default_factory=list)
+
+    def read_into(self, leaf: Leaf, address: int) -> None:
+        """Have a leaf's bytes, as they lie in the data section, read to an address."""
+        self.destinations[leaf.shard].append(Destination(leaf.start, leaf.start + leaf.span_nbytes, address))
+
+    def finish(self) -> None:
+        """After the read: copy what was read into buffers.
+
+        Raises `StateMismatchError` if tensors share memory that would have to hold different values.
+        """
+        with torch.no_grad():
+            for staged in self._staged:
+                copy_into(staged.placement.tensor, staged.source)
+            wrong = tuple(
+                staged.placement.leaf.name
+                for staged in self._staged
+                if staged.checked and not _same_bytes(staged.source, staged.placement.tensor)
+            )
+            if wrong:
+                raise StateMismatchError(
+                    f"{len(wrong)} tensors of the target share memory, but different values are stored for them: "
+                    f"{', '.join(wrong[:10])}; the target has been written to",
+                    mismatched=wrong,
+                )
+            # The bytes were written behind autograd's back; what was saved for a backward pass before is stale.
+            touched = [tensor for tensor in self._direct if not tensor.is_inference()]
+            if touched:
+                torch.autograd.graph.increment_version(touched)
+
+
+def plan(placements: Iterable[Placement]) -> Plan:
+    """Decide how each placement is filled."""
+    made = Plan()
+    for group in _overlapping([placement for placement in placements if placement.tensor.numel()]):
+        needed = _without_repeats(group)
+        shared = len(needed) > 1
+        for placement in needed:
+            tensor = placement.tensor
+            if not shared and placement.linear and tensor.is_cpu:
+                made.read_into(placement.leaf, placement.start)
+                made._direct.append(tensor.detach())
+            else:
+                leaf = placement.leaf
+                buffer = torch.from_numpy(np.empty(leaf.span_nbytes, np.uint8))
+                made.read_into(leaf, buffer.data_ptr())
+                source = buffer.view(torch_dtype(leaf.dtype)).as_strided(leaf.shape, leaf.stride)
+                if source.shape != tensor.shape:
+                    source = source.reshape(tensor.shape)
+                made._staged.append(_Staged(placement, source, shared or _may_overlap_itself(tensor)))
+    return made
+
+
+def _overlapping(placements: Sequence[Placement]) -> list[list[Placement]]:
+    """Groups of placements whose tensors' byte extents overlap, each in the given order."""
+    order = {id(placement): index for index, placement in enumerate(placements)}
+    groups: list[list[Placement]] = []
+    by_device: dict[torch.device, list[Placement]] = defaultdict(list)
+    for placement in placements:
+        by_device[placement.tensor.device].append(placement)
+    for members in by_device.values():
+        members.sort(key=lambda placement: placement.start)
+        end = -1
+        for placement in members:
+            if placement.start < end:
+                groups[-1].append(placement)
+            else:
+                groups.append([placement])
+            end = max(end, placement.stop)
+    for group in groups:
+        if len(group) > 1:
+            group.sort(key=lambda placement: order[id(placement)])
+    return groups
+
+
+def _without_repeats(group: list[Placement]) -> list[Placement]:
+    """Without those that another one's read fills."""
+    if len(group) == 1:
+        return group
+    by_size = sorted(group, key=lambda placement: (not placement.linear, placement.start - placement.stop))
+    needed: list[Placement] = []
+    for placement in by_size:
+        if not any(
+            (other.linear and placement.is_part_of(other)) or placement.same_as(other) for other in needed
+        ):
+            needed.append(placement)
+    return needed
+
+
+def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """May two elements be at one address? Never False if they are."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor of the same dtype and shape, bit for bit, whatever the target's layout."""
+    target = target.detach()
+    if target.is_conj() or target.is_neg():
+        target.copy_(source)
+    elif _may_overlap_itself(target):
+        # torch refuses to copy into such a tensor, for some elements would be written twice.
+        nelem = extent_nelem(target)
+        line = target.as_strided((nelem,), (1,), target.storage_offset())
+        index = torch.arange(nelem).as_strided(target.shape, target.stride()).reshape(-1).to(target.device)
+        plain(line)[index] = plain(source).reshape(-1).to(target.device)
+    else:
+        plain(target).copy_(plain(source.detach()))
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    left, right = (
+        tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+        for tensor in (a, b)
+    )
+    return torch.equal(left, right)

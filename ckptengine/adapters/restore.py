@@ -1,0 +1,107 @@
+"""How does a checkpoint get into a state that is already there?
+
+`RestoreTarget(state)`, then for each candidate checkpoint `match`, read the destinations, `apply`. Until the read begins
+the target is untouched, and everything that does not fit has been reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptengine.adapters import objects
+from ckptengine.adapters.leaves import Leaf, leaves_of
+from ckptengine.adapters.matching import KEEP, Differences, Matcher
+from ckptengine.adapters.placing import Plan, plan
+from ckptengine.errors import StateMismatchError, UnsupportedStateError
+from ckptengine.format.entries import ShardHeader
+from ckptengine.read.plan import Destination
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """What a checkpoint that fits the target is to be read into.
+
+    destinations: in this rank's own shard. missing, unexpected: keys of the target only and of the checkpoint only, left
+    alone with `strict=False`.
+    """
+
+    destinations: list[Destination]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    _plan: Plan = field(default_factory=Plan)
+    _actions: list[Callable[[], object]] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """After the read: fill what could not be read in place, put the values where they belong, load the objects."""
+        self._plan.finish()
+        for action in self._actions:
+            action()
+
+
+class RestoreTarget:
+    """A state to be filled: like the one that was saved, with as many ranks."""
+
+    def __init__(self, state: Any, *, allow_pickle: bool = False) -> None:
+        if not (isinstance(state, dict | list | tuple) or objects.is_stateful(state)):
+            raise UnsupportedStateError(
+                f"a restore target is a dict, list or tuple, or an object with state_dict and load_state_dict, not a "
+                f"{type(state).__qualname__}",
+                hint='pass {"name": value}',
+            )
+        self._state = state
+        self._allow_pickle = allow_pickle
+
+    def match(
+        self, header: ShardHeader, *, strict: bool = True, path: str | None = None, rank: int | None = None
+    ) -> Match:
+        """Compare the target with a shard's tree and plan the read. May be called again, for another checkpoint.
+
+        strict: keys on one side only are an error. path, rank: for the error. Raises `StateMismatchError` with all
+        differences.
+        """
+        own = leaves_of(header)
+        leaves: list[Leaf | None] = [*own, *([None] * (len(header.leaf_names) - len(own)))]
+        matcher = Matcher(leaves, allow_pickle=self._allow_pickle)
+        outcome = matcher.match(self._state, header.tree)
+        found = matcher.differences
+        if outcome is not KEEP:
+            found.mismatched.append(
+                "the state itself is immutable and holds values that would have to be replaced; pass it in a list or dict"
+            )
+        if found.mismatched or (strict and (found.missing or found.unexpected)):
+            raise _mismatch(found, strict, path, rank)
+        placed = plan(matcher.placements)
+        matcher.place_large(placed)
+        return Match(
+            placed.destinations.get(None, []),
+            tuple(found.missing),
+            tuple(found.unexpected),
+            placed,
+            matcher.actions,
+        )
+
+
+def _mismatch(found: Differences, strict: bool, path: str | None, rank: int | None) -> StateMismatchError:
+    lines = [
+        *found.mismatched,
+        *(f"{name}: not in the checkpoint" for name in found.missing if strict),
+        *(f"{name}: only in the checkpoint" for name in found.unexpected if strict),
+    ]
+    shown = lines[:_SHOWN]
+    if len(lines) > _SHOWN:
+        shown.append(f"and {len(lines) - _SHOWN} more")
+    only_keys = not found.mismatched
+    return StateMismatchError(
+        f"the checkpoint does not fit the restore target, which is unchanged, in {len(lines)} places:\n  "
+        + "\n  ".join(shown),
+        missing=tuple(found.missing),
+        unexpected=tuple(found.unexpected),
+        mismatched=tuple(found.mismatched),
+        path=path,
+        rank=rank,
+        hint="pass strict=False to leave keys that only one side has alone" if only_keys else None,
+    )
