@@ -63,7 +63,9 @@ def read_manifest(store: Store, step_path: str) -> Manifest:
     path = posixpath.join(step_path, MANIFEST_NAME)
     try:
         data = store.read(path, limit=MAX_MANIFEST_NBYTES)
-    except FileNotFoundError:
+    except (FileNotFoundError, StorageError) as exc:
+        if isinstance(exc, StorageError) and exc.errno != errno.ENOTDIR:
+            raise
         list_dir(store, step_path)  # tells a missing directory from a missing manifest
         raise NotCommittedError(
             "the step was never committed: it has no manifest",
