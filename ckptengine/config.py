@@ -14,19 +14,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     block_nbytes: unit of I/O, digest and compression; a multiple of 4096.
     codec: `"raw"`, or `"zstd"` (per block, at `zstd_level`).
-    direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never does.
+    direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never
+    does.
     io_threads: parallel block reads or writes per rank.
     max_arenas: snapshots held at once (2 lets one be taken while the last is still being written).
-    arena_budget_nbytes: bound on all arenas together; a save that needs more than is free waits. None: `max_arenas` is
-        the only bound.
-    keep_last, keep_every: retention, applied after each commit: keep the newest N steps, and every step divisible by M.
-        None for both keeps everything.
+    arena_budget_nbytes: bound on all arenas together; a save that needs more than is free waits. None:
+        `max_arenas` is the only bound.
+    keep_last, keep_every: retention, applied after each commit: keep the newest N steps, and every step
+        divisible by M. None for both keeps everything.
     allow_pickle: store values of unknown types with pickle, and read them back.
     on_error: a failed background save is raised by the next call (`"raise"`) or logged (`"warn"`).
     retries: fresh attempts after a failed one, from the same snapshot.
     commit_timeout_s: from the request of a save to its commit; the save fails on all ranks when it passes.
     stall_timeout_s: a writer that makes no progress for so long is ended and its save fails.
-    agree_timeout_s: for ranks to agree (construction, restore).
+    agree_timeout_s: for ranks to meet and agree (construction, the choice of the step to restore).
+    restore_timeout_s: for the slowest rank to read its shard once the fastest one is done.
     """
 
     block_nbytes: int = 16 << 20
@@ -44,11 +46,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     commit_timeout_s: float = 1800.0
     stall_timeout_s: float = 300.0
     agree_timeout_s: float = 300.0
+    restore_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         problems = []
         if self.block_nbytes <= 0 or self.block_nbytes % PAGE_NBYTES:
-            problems.append(f"block_nbytes must be a positive multiple of {PAGE_NBYTES}, not {self.block_nbytes}")
+            problems.append(
+                f"block_nbytes must be a positive multiple of {PAGE_NBYTES}, not {self.block_nbytes}"
+            )
         if self.codec not in ("raw", "zstd"):
             problems.append(f'codec must be "raw" or "zstd", not {self.codec!r}')
         if not -7 <= self.zstd_level <= 22:
@@ -64,9 +69,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.append(f"{name} must be at least 1 or None, not {value}")
-        if self.retries < 0:
-            problems.append(f"retries must not be negative, not {self.retries}")
-        for name in ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s"):
+        if not 0 <= self.retries <= 9:
+            problems.append(f"retries must be in [0, 9], not {self.retries}")
+        for name in ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s", "restore_timeout_s"):
             if not getattr(self, name) > 0:
                 problems.append(f"{name} must be positive, not {getattr(self, name)}")
         if problems:

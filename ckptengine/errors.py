@@ -13,7 +13,8 @@
     ├── SaveFailedError           a save did not reach its commit
     └── CommitTimeoutError        a deadline passed (also TimeoutError)
 
-A message says what happened, where, and what to do next; the same facts are attributes, `None` where they do not apply.
+A message says what happened, where, and what to do next; the same facts are attributes, `None` where they do
+not apply.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from typing import Any
 class CheckpointError(Exception):
     """Base of every error of this package.
 
-    Attributes: `path`, `rank`, `fqn`, `offset` (bytes into the file), `expected`, `actual`, `hint` (what to do next).
+    Attributes: `path`, `rank`, `fqn`, `offset` (bytes into the file), `expected`, `actual`, `hint` (what to
+    do next), and `retryable`: whether another attempt from the same snapshot could succeed.
     """
+
+    retryable = True
 
     def __init__(
         self,
@@ -89,8 +93,8 @@ class UnsupportedFormatError(CheckpointError):
 class StateMismatchError(CheckpointError):
     """The restore target does not match the checkpoint.
 
-    `missing`: in the target only; `unexpected`: in the checkpoint only; `mismatched`: one line for each entry whose shape,
-    dtype or kind differs. All differences are listed at once and the target is untouched.
+    `missing`: in the target only; `unexpected`: in the checkpoint only; `mismatched`: one line for each entry
+    whose shape, dtype or kind differs. All differences are listed at once and the target is untouched.
     """
 
     def __init__(
@@ -112,6 +116,8 @@ class StateMismatchError(CheckpointError):
 
 class UnsupportedStateError(CheckpointError, TypeError):
     """The state holds a value that cannot be stored; `fqn` is its key path."""
+
+    retryable = False
 
 
 class StorageError(CheckpointError, OSError):

@@ -1,0 +1,1 @@
+"""How ranks agree without collectives: a key-value transport, and a group of ranks on top of it."""

@@ -1,0 +1,1 @@
+"""From staged bytes to a commit: what one rank's writer process does."""

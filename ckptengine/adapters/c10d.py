@@ -1,0 +1,140 @@
+"""Finds the ranks of a `torch.distributed` job, and carries their messages over its store.
+
+The store is used through connections of our own: a blocking wait on torch's own client holds that client's
+lock, and the training thread would wait with it. No collective is ever issued.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
+
+from ckptengine.comm.transport import FileTransport, MemoryTransport, Transport
+from ckptengine.errors import CommitTimeoutError
+from ckptengine.write.messages import TransportSpec
+
+_instances = itertools.count(1)
+
+
+class StoreTransport:
+    """Ranks with one `torch.distributed.TCPStore`."""
+
+    def __init__(self, host: str, port: int, prefix: str, timeout_s: float = 30.0) -> None:
+        self._prefix = prefix
+        try:
+            self._store = TCPStore(
+                host,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            )
+        except dist.DistError as error:
+            raise ConnectionError(f"cannot reach the job's store at {host}:{port}: {error}") from error
+
+    def set(self, key: str, value: bytes) -> None:
+        try:
+            self._store.set(self._prefix + key, value)  # type: ignore[arg-type]  # bytes are taken as they are
+        except (dist.DistError, RuntimeError) as error:
+            raise _unreachable(error) from error
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        name = self._prefix + key
+        try:
+            self._store.wait([name], datetime.timedelta(seconds=max(timeout_s, 0.001)))
+            return bytes(self._store.get(name))
+        except dist.DistStoreError as error:
+            raise TimeoutError(f"no value for {key!r} within {timeout_s:g} s") from error
+        except (dist.DistError, RuntimeError) as error:
+            raise _unreachable(error) from error
+
+    def set_if_absent(self, key: str, value: bytes) -> bytes:
+        try:
+            return bytes(self._store.compare_set(self._prefix + key, "", value))  # type: ignore[arg-type]
+        except (dist.DistError, RuntimeError) as error:
+            raise _unreachable(error) from error
+
+    def delete(self, key: str) -> None:
+        try:
+            self._store.delete_key(self._prefix + key)
+        except (dist.DistError, RuntimeError) as error:
+            raise _unreachable(error) from error
+
+    def close(self) -> None:
+        del self._store
+
+
+def _unreachable(error: Exception) -> ConnectionError:
+    return ConnectionError(f"the job's store does not answer: {error}")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """This process among the ranks that checkpoint together; without a process group, the only one."""
+
+    rank: int
+    world_size: int
+    hello: Any = None
+    """The process group's own store, for the one exchange that has to precede any other; None for a single
+    rank."""
+    hello_key: str = ""
+
+    def spec(self, directory: str, prefix: str) -> TransportSpec:
+        """How to reach all ranks: over the TCP store under the group's store if there is one, else over
+        `directory`."""
+        if self.world_size == 1:
+            return TransportSpec(kind="none")
+        base = self.hello
+        while isinstance(base, PrefixStore):
+            base = base.underlying_store
+        if isinstance(base, TCPStore):
+            return TransportSpec(kind="tcp", host=base.host, port=base.port, prefix=prefix)
+        return TransportSpec(kind="file", directory=directory)
+
+    def say_hello(self, message: bytes | None, timeout_s: float) -> bytes:
+        """The coordinator's `message` for all ranks."""
+        if self.world_size == 1:
+            assert message is not None
+            return message
+        if message is not None:
+            self.hello.set(self.hello_key, message)
+            return message
+        try:
+            self.hello.wait([self.hello_key], datetime.timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            raise CommitTimeoutError(
+                f"the coordinator did not open the checkpoint root within {timeout_s:g} s",
+                rank=0,
+                hint="every rank must make the Checkpointer",
+            ) from None
+        return bytes(self.hello.get(self.hello_key))
+
+
+def membership(process_group: dist.ProcessGroup | None) -> Membership:
+    """This process's place in `process_group`; None means the default group if there is one, else a single
+    rank."""
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return Membership(0, 1)
+    group = process_group if process_group is not None else dist.group.WORLD
+    assert group is not None
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("this process is not a member of the given process_group")
+    if world_size == 1:
+        return Membership(0, 1)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return Membership(rank, world_size, store, f"ckptengine/hello/{next(_instances)}")
+
+
+def connect(spec: TransportSpec) -> Transport:
+    """A connection of the caller's own to the run's transport."""
+    if spec.kind == "tcp":
+        return StoreTransport(spec.host, spec.port, spec.prefix)
+    if spec.kind == "file":
+        return FileTransport(spec.directory)
+    return MemoryTransport()

@@ -1,0 +1,239 @@
+"""The engine's front door: one object per job and root that saves in the background and restores in place."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import operator
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from ckptengine.adapters import c10d
+from ckptengine.catalog.catalog import latest, list_steps, next_life
+from ckptengine.comm.group import Failure, Group
+from ckptengine.comm.transport import FileTransport
+from ckptengine.config import Config
+from ckptengine.errors import CheckpointError, CommitTimeoutError
+from ckptengine.format.names import RunId
+from ckptengine.handle import SaveHandle
+from ckptengine.info import CommitInfo, RestoreInfo
+from ckptengine.monitor import Run
+from ckptengine.restorer import restore
+from ckptengine.saver import Saver
+from ckptengine.storage.posix import PosixStore
+from ckptengine.write.messages import TransportSpec
+
+logger = logging.getLogger(__name__)
+
+EXCHANGE_PREFIX = ".exchange-"
+ABNORMAL_CLOSE_TIMEOUT_S = 30.0
+EXCHANGE_CLOSE_TIMEOUT_S = 5.0
+
+
+class Checkpointer:
+    """Saves and restores the state of one job under `root`, a directory all ranks share.
+
+    root: made if missing. config: the same on all ranks. process_group: the ranks that save together; by
+    default torch.distributed's default group if it is initialised, else this process alone.
+
+    Every rank makes one, and all ranks call `async_save`, `save` and `restore` in the same order.
+    `async_save` joins no collective and does no I/O; making a Checkpointer and `restore` wait for all ranks,
+    at most `config.agree_timeout_s`. Use it as a context manager, or `close()` it: that waits for the saves
+    under way.
+
+    Raises `StorageError` if the root cannot be used and `CommitTimeoutError` if a rank does not come.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        config: Config | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.root = os.path.abspath(os.fspath(root))
+        self.config = config if config is not None else Config()
+        self._store = PosixStore(direct_io=self.config.direct_io)
+        member = c10d.membership(process_group)
+        hello = _open_root(self._store, self.root, member, self.config)
+        self.rank, self.world_size = member.rank, member.world_size
+        self._run = Run(
+            self.root, member.rank, member.world_size, self.config, RunId.parse(hello.run), hello.spec
+        )
+        self._transport = c10d.connect(hello.spec)
+        self._group = Group(
+            member.rank, member.world_size, self._transport, f"{hello.run}/group", self.config.agree_timeout_s
+        )
+        self._saver = Saver(self._run, self._store)
+        self._closed = False
+        # Otherwise multiprocessing would wait at exit for a writer process that waits for tasks.
+        atexit.register(self._close_at_exit)
+
+    def async_save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle:
+        """Capture `state` now, write and commit it in the background.
+
+        step: not negative; a step saved again replaces its older commit once the new one is committed. state:
+        nested dicts, lists and tuples of tensors (also DTensor, ShardedTensor), values, and objects with
+        `state_dict`/`load_state_dict`.
+        metadata: anything a value may be; kept in the manifest, shown by `ckpt inspect`.
+
+        Returns once the state is copied, so that changing it is safe; waits longer only when `max_arenas`
+        snapshots are still being written, and logs that. Raises `UnsupportedStateError` naming the key of a
+        value that cannot be stored (nothing is written, and the save fails on all ranks), and the error of an
+        earlier save that failed without anybody having asked its handle (`Config.on_error`).
+        """
+        self._check_open()
+        number = operator.index(step)
+        if not 0 <= number < 1 << 63:
+            raise ValueError(f"step must be in [0, 2^63), not {step!r}")
+        return self._saver.save(number, state, metadata)
+
+    def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> CommitInfo:
+        """`async_save(...).result()`: return when the checkpoint is committed."""
+        return self.async_save(step, state, metadata=metadata).result()
+
+    def restore(self, state: Any, *, step: int | None = None, strict: bool = True) -> RestoreInfo:
+        """Fill `state` in place from the newest commit, or from `step`.
+
+        state: shaped like what was saved, with as many ranks. Tensors are filled where they are; values are
+        replaced in the dicts and lists that hold them; objects get `load_state_dict`. Every byte is checked
+        against its digest. All ranks restore the same step. If a shard of the newest commit is damaged, all
+        ranks fall back to the commit before it together (`RestoreInfo.fell_back_from`); not when `step` is
+        given.
+
+        strict: differences between target and checkpoint are an error; else keys on one side only are left
+        alone and returned in `RestoreInfo`.
+
+        Raises `CheckpointNotFoundError` if nothing was ever committed, `StateMismatchError` listing every
+        difference (the target is untouched), `CorruptCheckpointError` if no commit is whole (tensors of the
+        target may have been overwritten), and `CommitTimeoutError` if a rank does not come. An error on one
+        rank is raised on all.
+        """
+        self._check_open()
+        self._saver.wait(None)
+        return restore(
+            self.root,
+            state,
+            step=step,
+            strict=strict,
+            store=self._store,
+            group=self._group,
+            config=self.config,
+        )
+
+    @property
+    def latest(self) -> int | None:
+        """The newest committed step, None if there is none. Looks at the disk each time."""
+        entry = latest(self._store, self.root)
+        return None if entry is None else entry.step
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return [entry.step for entry in list_steps(self._store, self.root)]
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no save is under way, `timeout` in seconds.
+
+        Raises `CommitTimeoutError` if `timeout` passes first, and the error of a failed save nobody has asked
+        about.
+        """
+        if not self._saver.wait(timeout):
+            raise CommitTimeoutError(f"a save is still under way after {timeout:g} s", path=self.root)
+        self._saver.raise_earlier_failure()
+
+    @property
+    def writer_pid(self) -> int | None:
+        """Process id of this rank's writer, for health checks; None before the first save."""
+        return self._saver.writer_pid
+
+    def close(self) -> None:
+        """Wait for the saves under way, end the writer process, free the arenas. Raises like `wait`.
+        Idempotent."""
+        if not self._closed:
+            self._close(None, "the checkpointer was closed")
+            self._saver.raise_earlier_failure()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            # Other ranks may be gone, and with them the hope of a commit; the error must not wait for a
+            # deadline.
+            self._close(ABNORMAL_CLOSE_TIMEOUT_S, f"the checkpointer was left by {type(error).__name__}")
+
+    def _close(self, timeout_s: float | None, reason: str) -> None:
+        self._closed = True
+        atexit.unregister(self._close_at_exit)
+        self._saver.close(timeout_s, reason)
+        _leave_exchange(self._run, self._transport)
+        self._transport.close()
+
+    def _close_at_exit(self) -> None:
+        logger.warning("the Checkpointer for %s was not closed; use it in a with statement", self.root)
+        self._close(ABNORMAL_CLOSE_TIMEOUT_S, "the process exited")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("this Checkpointer is closed", path=self.root, hint="make a new one")
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    """The coordinator's first word to all ranks: who this run is and how its ranks talk, or why it cannot
+    start."""
+
+    run: str = ""
+    spec: TransportSpec = TransportSpec(kind="none")
+    failure: Failure | None = None
+
+
+def _open_root(store: PosixStore, root: str, member: c10d.Membership, config: Config) -> _Hello:
+    message = None
+    if member.rank == 0:
+        try:
+            store.make_dirs(root)
+            _remove_old_exchanges(root)
+            run = str(RunId(next_life(store, root), int(time.time() * 1000), secrets.token_hex(4)))
+            spec = member.spec(os.path.join(root, f"{EXCHANGE_PREFIX}{run}"), prefix=f"ckptengine/{run}/")
+            hello = _Hello(run, spec)
+        except Exception as error:
+            if member.world_size == 1:
+                raise
+            hello = _Hello(failure=Failure.of(error, member.rank))
+        message = msgspec.msgpack.encode(hello)
+    hello = msgspec.msgpack.decode(member.say_hello(message, config.agree_timeout_s), type=_Hello)
+    if hello.failure is not None:
+        raise hello.failure.to_error()
+    return hello
+
+
+def _remove_old_exchanges(root: str) -> None:
+    """Runs that were killed could not remove theirs; at most one run at a time writes to a root."""
+    for name in os.listdir(root):
+        if name.startswith(EXCHANGE_PREFIX):
+            FileTransport(os.path.join(root, name)).remove()
+
+
+def _leave_exchange(run: Run, transport: Any) -> None:
+    """Remove the exchange directory once every rank has said that it is done; else the next run does."""
+    if not isinstance(transport, FileTransport):
+        return
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        transport.set(f"closed/{run.rank}", b"")
+        if run.is_coordinator:
+            deadline = time.monotonic() + EXCHANGE_CLOSE_TIMEOUT_S
+            for rank in range(run.world_size):
+                transport.get(f"closed/{rank}", max(deadline - time.monotonic(), 0.001))
+            transport.remove()

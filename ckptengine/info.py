@@ -1,0 +1,72 @@
+"""What a save and a restore report: frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """When a save reached its moments, in Unix seconds of this rank's clock (`committed`: the coordinator's);
+    0.0 if not yet.
+
+    `requested → staged` is the stall the training loop sees. `written` is the last write, `durable` the end
+    of the sync.
+    """
+
+    requested: float = 0.0
+    staged: float = 0.0
+    written: float = 0.0
+    durable: float = 0.0
+    committed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommitInfo:
+    """A committed save. `nbytes` counts all ranks' shard files, `rank_nbytes` the tensor bytes this rank
+    staged."""
+
+    step: int
+    path: str
+    attempt: str
+    fingerprint: str
+    nbytes: int
+    rank_nbytes: int
+    times: SaveTimes
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds from the request until the state was safe to change."""
+        return self.times.staged - self.times.requested
+
+
+@dataclass(frozen=True, slots=True)
+class FallBack:
+    """A committed step that could not be restored, and why."""
+
+    step: int
+    reason: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreInfo:
+    """A finished restore.
+
+    nbytes: bytes delivered into this rank's state. seconds: wall time of the whole call. read_seconds: of
+    reading, checking and placing the bytes. missing, unexpected: keys only in the target, only in the
+    checkpoint (with `strict=False`).
+    fell_back_from: newer steps that were damaged. source: where the bytes came from. from_cache_nbytes: how
+    many of them the page cache had.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+    read_seconds: float
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    fell_back_from: tuple[FallBack, ...] = field(default=())
+    source: str = "storage"
+    from_cache_nbytes: int = 0

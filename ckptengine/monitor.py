@@ -1,0 +1,386 @@
+"""Drives staged saves to their outcome, in order, from one background thread of the trainer.
+
+The writer process does the work and reports on the arena's status page, which costs a memory read to look at.
+What the writer cannot report, its own death or silence, is seen here and told to the other ranks. One save is
+with the writer at a
+time: retries then come before later saves on every rank, so ranks never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from ckptengine.adapters import c10d, worker
+from ckptengine.adapters.nvrx import WriterProcess
+from ckptengine.catalog.catalog import read_manifest
+from ckptengine.comm.group import COORDINATOR, Failure
+from ckptengine.comm.transport import Transport
+from ckptengine.config import Config
+from ckptengine.errors import CheckpointError, CommitTimeoutError, SaveFailedError
+from ckptengine.format.names import AttemptId, RunId
+from ckptengine.handle import SaveHandle
+from ckptengine.info import CommitInfo
+from ckptengine.staging.arena import Arena, ArenaPool
+from ckptengine.staging.status import StatusPage
+from ckptengine.storage.store import Store
+from ckptengine.write.messages import (
+    Outcome,
+    Receipt,
+    SaveStatus,
+    TransportSpec,
+    WriteTask,
+    failed_key,
+    outcome_key,
+    ready_key,
+    receipt_key,
+)
+from ckptengine.write.save import step_path
+
+logger = logging.getLogger(__name__)
+
+POLL_FIRST_S = 0.002
+POLL_LAST_S = 0.02
+OUTCOME_GRACE_S = 5.0
+"""How much longer than the coordinator the other ranks wait, so that its word arrives before their own
+deadline."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The facts of one Checkpointer that do not change. `root` is absolute."""
+
+    root: str
+    rank: int
+    world_size: int
+    config: Config
+    run: RunId
+    spec: TransportSpec
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == COORDINATOR
+
+
+@dataclass
+class PendingSave:
+    """A staged save that has not ended. `refused` is set instead of an arena when this rank's call itself
+    failed."""
+
+    handle: SaveHandle
+    attempt: AttemptId
+    deadline: float
+    """Unix seconds."""
+    task: WriteTask | None = None
+    arena: Arena | None = None
+    rank_nbytes: int = 0
+    refused: BaseException | None = None
+
+
+class Monitor:
+    """Owns the writer process and the arenas of the saves under way."""
+
+    def __init__(self, run: Run, store: Store, pool: ArenaPool) -> None:
+        self._run = run
+        self._store = store
+        self._pool = pool
+        self._pending: deque[PendingSave] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._abort: str | None = None
+        self._writer: WriterProcess | None = None
+        self._transport: Transport | None = None
+        self._thread = threading.Thread(target=self._loop, name="ckpt-monitor", daemon=True)
+        self._thread.start()
+
+    # -- the training thread --
+
+    def start_writer(self) -> None:
+        """Start the writer process if there is none; costs a few milliseconds, its imports run beside the
+        training."""
+        if self._writer is None:
+            writer = WriterProcess(self._run.rank, worker.run, worker.warm_up)
+            writer.start()
+            self._writer = writer
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The writer's process id, for health checks; None before the first save."""
+        return None if self._writer is None else self._writer.pid
+
+    def add(self, pending: PendingSave) -> None:
+        with self._changed:
+            self._pending.append(pending)
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until no save is under way; False if `timeout_s` passes first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout_s)
+
+    def close(self, timeout_s: float | None, reason: str) -> None:
+        """End everything: saves under way get `timeout_s`, then they fail with `reason`."""
+        if not self.wait(timeout_s):
+            self._abort = reason
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._writer is not None:
+            self._writer.close(abort=self._abort is not None)
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- the monitor thread --
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._pending:
+                    return
+                pending = self._pending[0]
+            try:
+                self._drive(pending)
+            except BaseException as error:
+                logger.exception("step %d: the save monitor failed", pending.handle.step)
+                self._end(pending, Outcome(committed=False, failure=Failure.of(error, self._run.rank)))
+            with self._changed:
+                self._pending.popleft()
+                self._changed.notify_all()
+
+    def _drive(self, pending: PendingSave) -> None:
+        if pending.refused is not None:
+            self._tell_refused(pending, pending.refused)
+            return
+        while True:
+            outcome = self._attempt(pending)
+            if outcome.committed or not outcome.retry or self._abort is not None:
+                break
+            logger.warning(
+                "step %d: attempt %s failed (%s), trying again",
+                pending.handle.step,
+                pending.attempt,
+                outcome.failure.message if outcome.failure else "",
+            )
+            _next_attempt(pending)
+        self._end(pending, outcome)
+
+    def _attempt(self, pending: PendingSave) -> Outcome:
+        assert pending.task is not None
+        assert pending.arena is not None
+        config = self._run.config
+        retries_left = config.retries - pending.attempt.retry
+        task = msgspec.structs.replace(pending.task, may_retry=retries_left > 0)
+        self._submit(task)
+        page = pending.arena.status
+        seen: SaveStatus | None = None
+        seen_at = time.monotonic()
+        pause = POLL_FIRST_S
+        while True:
+            # The exit code first: a writer that ended after its last word is not a failure.
+            exitcode = self._writer.exitcode if self._writer is not None else None
+            status = _read_status(page, task.attempt)
+            if status is not None and status != seen:
+                seen, seen_at = status, time.monotonic()
+                _note_times(pending.handle, status)
+            if status is not None and status.outcome is not None:
+                if self._writer is not None:
+                    self._writer.finalize_async_save()
+                return status.outcome
+            state = status.state if status is not None else "starting"
+            silence_s = time.monotonic() - seen_at
+            error: CheckpointError | None = None
+            if self._abort is not None:
+                error = SaveFailedError(f"step {task.step}: {self._abort}", rank=task.rank)
+            elif exitcode is not None:
+                error = SaveFailedError(
+                    f"step {task.step}: the writer process ended ({_how(exitcode)}) while {_doing(state)}",
+                    rank=task.rank,
+                    hint="the previous checkpoint stands; the next save starts a new writer",
+                )
+            elif time.time() > pending.deadline + (0.0 if self._run.is_coordinator else OUTCOME_GRACE_S):
+                error = CommitTimeoutError(
+                    f"step {task.step}: not committed within {config.commit_timeout_s:g} s, "
+                    f"this rank's writer was {_doing(state)}",
+                    rank=task.rank,
+                )
+            elif state in ("starting", "writing") and silence_s > config.stall_timeout_s:
+                error = CommitTimeoutError(
+                    f"step {task.step}: the writer made no progress for {config.stall_timeout_s:g} s "
+                    f"while {_doing(state)}",
+                    path=task.root,
+                    rank=task.rank,
+                    hint="the storage hangs, or Config.stall_timeout_s is too short for it",
+                )
+            if error is not None:
+                return self._give_up(task, error)
+            time.sleep(pause)
+            pause = min(pause * 1.5, POLL_LAST_S)
+
+    def _submit(self, task: WriteTask) -> None:
+        if self._writer is not None and self._writer.exitcode is not None:
+            self._drop_writer()
+        self.start_writer()
+        assert self._writer is not None
+        self._writer.async_save(msgspec.msgpack.encode(task))
+
+    def _drop_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.kill()
+            self._writer = None
+
+    def _give_up(self, task: WriteTask, error: CheckpointError) -> Outcome:
+        """This rank's writer cannot finish the attempt: end it for good, then let all ranks agree on the
+        outcome."""
+        # A writer that is only slow must not publish after its save was reported as failed.
+        self._drop_writer()
+        failure = Failure.of(error, self._run.rank)
+        if self._run.is_coordinator:
+            outcome = self._manifest_outcome(task) or Outcome(
+                committed=False,
+                failure=failure,
+                retry=task.may_retry and failure.retryable and self._abort is None,
+            )
+            if self._run.world_size == 1:
+                return outcome
+            return self._tell_outcome(task.attempt, outcome)
+        return self._tell_failure(task.attempt, failure, self._left(task.deadline_unix))
+
+    def _manifest_outcome(self, task: WriteTask) -> Outcome | None:
+        """The outcome if the writer died after it had published."""
+        try:
+            manifest = read_manifest(self._store, step_path(task))
+        except (CheckpointError, OSError):
+            return None
+        if manifest.attempt != task.attempt:
+            return None
+        return Outcome(
+            committed=True,
+            fingerprint=manifest.fingerprint,
+            nbytes=manifest.nbytes,
+            committed_at=manifest.created,
+        )
+
+    def _tell_outcome(self, attempt: str, outcome: Outcome) -> Outcome:
+        try:
+            transport = self._connect()
+            # Writers that still wait for the directory must not wait for the deadline.
+            transport.set(ready_key(attempt), msgspec.msgpack.encode(outcome.failure))
+            told = transport.set_if_absent(outcome_key(attempt), msgspec.msgpack.encode(outcome))
+            return msgspec.msgpack.decode(told, type=Outcome)
+        except ConnectionError as error:
+            logger.warning("the other ranks could not be told of %s: %s", attempt, error)
+            return msgspec.structs.replace(outcome, retry=False)
+
+    def _tell_failure(self, attempt: str, failure: Failure, left_s: float) -> Outcome:
+        own = Outcome(committed=False, failure=failure)
+        try:
+            transport = self._connect()
+            transport.set_if_absent(failed_key(attempt), msgspec.msgpack.encode(failure))
+            receipt = Receipt(rank=self._run.rank, failure=failure)
+            transport.set_if_absent(receipt_key(attempt, self._run.rank), msgspec.msgpack.encode(receipt))
+            if self._abort is not None:
+                return own
+            data = transport.get(outcome_key(attempt), left_s + OUTCOME_GRACE_S)
+            return msgspec.msgpack.decode(data, type=Outcome)
+        except (TimeoutError, ConnectionError):
+            return own
+
+    def _tell_refused(self, pending: PendingSave, error: BaseException) -> None:
+        failure = msgspec.structs.replace(Failure.of(error, self._run.rank), retryable=False)
+        outcome = Outcome(committed=False, failure=failure)
+        attempt = str(pending.attempt)
+        if self._run.world_size > 1 and self._run.is_coordinator:
+            self._tell_outcome(attempt, outcome)
+        elif self._run.world_size > 1:
+            self._tell_failure(attempt, failure, 0.0)
+
+    def _connect(self) -> Transport:
+        if self._transport is None:
+            self._transport = c10d.connect(self._run.spec)
+        return self._transport
+
+    def _left(self, deadline_unix: float) -> float:
+        return max(deadline_unix - time.time(), 0.001)
+
+    def _end(self, pending: PendingSave, outcome: Outcome) -> None:
+        handle = pending.handle
+        if pending.arena is not None:
+            self._pool.release(pending.arena)
+            pending.arena = None
+        if outcome.committed and pending.task is not None:
+            times = replace(handle.times, committed=outcome.committed_at)
+            handle._times = times
+            handle._info = CommitInfo(
+                step=handle.step,
+                path=step_path(pending.task),
+                attempt=str(pending.attempt),
+                fingerprint=outcome.fingerprint,
+                nbytes=outcome.nbytes,
+                rank_nbytes=pending.rank_nbytes,
+                times=times,
+            )
+        else:
+            failure = outcome.failure or Failure(
+                kind="SaveFailedError", message="no reason given", rank=COORDINATOR
+            )
+            handle._error = failure.to_error(SaveFailedError)
+            logger.warning("step %d is not saved: %s", handle.step, handle._error)
+        handle._ended.set()
+
+
+def _next_attempt(pending: PendingSave) -> None:
+    """Give the staged bytes a fresh attempt id, in the task and in the header that is already in the
+    arena."""
+    assert pending.task is not None
+    assert pending.arena is not None
+    old = pending.attempt
+    new = replace(old, retry=old.retry + 1)
+    task = pending.task
+    start, stop = task.header_offset, task.header_offset + task.header_nbytes
+    header = bytes(pending.arena.payload[start:stop])
+    # Same width: Config.retries has one digit.
+    pending.arena.payload[start:stop] = header.replace(str(old).encode(), str(new).encode())
+    pending.attempt = new
+    pending.task = msgspec.structs.replace(task, attempt=str(new))
+
+
+def _read_status(page: StatusPage, attempt: str) -> SaveStatus | None:
+    data = page.read()
+    if data is None:
+        return None
+    status = msgspec.msgpack.decode(data, type=SaveStatus)
+    return status if status.attempt == attempt else None
+
+
+def _note_times(handle: SaveHandle, status: SaveStatus) -> None:
+    handle._times = replace(
+        handle.times,
+        written=status.written_at or handle.times.written,
+        durable=status.durable_at or handle.times.durable,
+    )
+
+
+def _how(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"killed by signal {-exitcode}"
+
+
+def _doing(state: str) -> str:
+    return {
+        "starting": "starting",
+        "waiting": "waiting for the coordinator to make the attempt's directory",
+        "writing": "writing the shard",
+        "durable": "waiting for the commit",
+    }.get(state, state)

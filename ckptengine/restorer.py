@@ -1,0 +1,250 @@
+"""A restore, as one rank goes through it: resolve → plan → read → apply, with all ranks agreeing after each.
+
+Nothing of the target is touched before every rank has found that the checkpoint fits it. A damaged shard on
+any rank sends all ranks to the previous commit together; a mismatch is an error on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from ckptengine.adapters.restore import Match, RestoreTarget
+from ckptengine.catalog.catalog import StepEntry, list_steps, read_manifest
+from ckptengine.comm.group import COORDINATOR, Failure, Group
+from ckptengine.config import Config
+from ckptengine.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NotCommittedError,
+    StateMismatchError,
+    StorageError,
+)
+from ckptengine.format.manifest import Manifest, ShardRef
+from ckptengine.format.names import MANIFEST_NAME, step_dirname
+from ckptengine.info import FallBack, RestoreInfo
+from ckptengine.read.reader import ReadStats, read_shard
+from ckptengine.read.shards import open_header, shard_path
+from ckptengine.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+# What damage looks like: the next older commit may be whole. Anything else would fail there too, or is the
+# caller's to fix.
+DAMAGE = (CorruptCheckpointError, StorageError)
+
+
+class _Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank needs to restore one step: its own shard, and nothing about the others'."""
+
+    step: int
+    step_path: str
+    attempt: str
+    run: str
+    world_size: int
+    codec: str
+    block_nbytes: int
+    created: float
+    shard: dict[str, Any]
+    skipped: list[tuple[int, str]]
+
+    def manifest(self) -> Manifest:
+        """The manifest as far as this rank's shard goes."""
+        return Manifest(
+            step=self.step,
+            attempt=self.attempt,
+            run=self.run,
+            world_size=self.world_size,
+            created=self.created,
+            codec=self.codec,  # type: ignore[arg-type]
+            block_nbytes=self.block_nbytes,
+            nbytes=0,
+            tensors=0,
+            metadata={},
+            shards=(ShardRef(**self.shard),),
+            index=None,
+        )
+
+
+def restore(
+    root: str, state: Any, *, step: int | None, strict: bool, store: Store, group: Group, config: Config
+) -> RestoreInfo:
+    """Fill `state` from the newest commit that is whole, or from `step`; see `Checkpointer.restore`."""
+    started = time.perf_counter()
+    with ExitStack() as held:
+        candidates = _Candidates(root, step, store, group.world_size, held) if group.is_coordinator else None
+        fell_back: list[FallBack] = []
+        target = _on_all_ranks(
+            group,
+            lambda: RestoreTarget(state, allow_pickle=config.allow_pickle),
+            "reading the restore target",
+        )
+        while True:
+            assignment = _resolve(candidates, group)
+            fell_back.extend(FallBack(skipped, reason, COORDINATOR) for skipped, reason in assignment.skipped)
+            try:
+                match, stats, read_s = _restore_step(assignment, target, strict, store, group, config)
+            except DAMAGE as error:
+                if step is not None:
+                    raise
+                fell_back.append(FallBack(assignment.step, str(error), error.rank))
+                logger.warning(
+                    "step %d is damaged, falling back to the one before it: %s", assignment.step, error
+                )
+                continue
+            return RestoreInfo(
+                step=assignment.step,
+                path=assignment.step_path,
+                nbytes=stats.nbytes_delivered,
+                seconds=time.perf_counter() - started,
+                read_seconds=read_s,
+                missing=tuple(match.missing),
+                unexpected=tuple(match.unexpected),
+                fell_back_from=tuple(fell_back),
+                from_cache_nbytes=stats.from_cache,
+            )
+
+
+def _restore_step(
+    assignment: _Assignment, target: RestoreTarget, strict: bool, store: Store, group: Group, config: Config
+) -> tuple[Match, ReadStats, float]:
+    manifest = assignment.manifest()
+    (ref,) = manifest.shards
+    path = shard_path(assignment.step_path, ref)
+
+    def plan() -> tuple[Any, Match]:
+        header = open_header(store, assignment.step_path, ref, manifest)
+        return header, target.match(header, strict=strict, path=path, rank=group.rank)
+
+    header, match = _on_all_ranks(group, plan, "comparing the checkpoint with the restore target")
+
+    def read() -> tuple[ReadStats, float]:
+        begun = time.perf_counter()
+        stats = read_shard(store, path, header, match.destinations, threads=config.io_threads)
+        return stats, time.perf_counter() - begun
+
+    stats, read_s = _on_all_ranks(group, read, "reading the shards", timeout_s=config.restore_timeout_s)
+    _on_all_ranks(group, match.apply, "putting the restored values in place")
+    return match, stats, read_s
+
+
+def _on_all_ranks(group: Group, work: Callable[[], Any], what: str, timeout_s: float | None = None) -> Any:
+    """Do `work` on every rank; return its result only if it succeeded on all, else raise the failing rank's
+    error on all."""
+    result: Any = None
+    failure: Failure | None = None
+    own: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure, own = Failure.of(error, group.rank), error
+    try:
+        group.gather_all(b"", failure, what=what, timeout_s=timeout_s)
+    except CheckpointError as error:
+        # The rank itself raises what it caught, with its traceback, unless another rank's failure came first.
+        if own is not None and error.rank == group.rank and not isinstance(own, DAMAGE):
+            raise own from None
+        raise error from own
+    return result
+
+
+def _resolve(candidates: _Candidates | None, group: Group) -> _Assignment:
+    values: list[bytes] | None = None
+    failure: Failure | None = None
+    if candidates is not None:
+        try:
+            values = candidates.next()
+        except Exception as error:
+            failure = Failure.of(error, group.rank)
+    data = group.scatter(values, failure, what="choosing the step to restore")
+    return msgspec.msgpack.decode(data, type=_Assignment)
+
+
+class _Candidates:
+    """The steps the coordinator offers one after the other, newest first."""
+
+    def __init__(self, root: str, step: int | None, store: Store, world_size: int, held: ExitStack) -> None:
+        self._root = root
+        self._step = step
+        self._store = store
+        self._world_size = world_size
+        self._held = held
+        self._entries: Iterator[StepEntry] | None = None
+        self._last_reason = ""
+
+    def next(self) -> list[bytes]:
+        """The next committed step's assignments, one for each rank.
+
+        Raises `CheckpointNotFoundError` if no save ever committed, `CorruptCheckpointError` when every commit
+        has been tried.
+        """
+        skipped: list[tuple[int, str]] = []
+        if self._entries is None:
+            self._entries = iter(self._find())
+        for entry in self._entries:
+            # Held until the restore ends: retention, in whatever process, leaves the step alone meanwhile.
+            self._held.enter_context(self._store.lock_shared(f"{entry.path}/{MANIFEST_NAME}"))
+            try:
+                manifest = read_manifest(self._store, entry.path)
+            except (*DAMAGE, CheckpointNotFoundError, NotCommittedError) as error:
+                if self._step is not None:
+                    raise
+                logger.warning("step %d cannot be used: %s", entry.step, error)
+                skipped.append((entry.step, str(error)))
+                continue
+            self._check_world(manifest, entry.path)
+            return [_assignment(manifest, entry.path, ref, skipped) for ref in manifest.shards]
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in skipped)
+        raise CorruptCheckpointError(
+            "no committed checkpoint could be restored" + (f" ({reasons})" if reasons else ""),
+            path=self._root,
+            hint="run `ckpt verify` on each step; training was not restarted from scratch",
+        )
+
+    def _find(self) -> list[StepEntry]:
+        if self._step is not None:
+            return [StepEntry(self._step, f"{self._root}/{step_dirname(self._step)}", True)]
+        entries = list_steps(self._store, self._root, committed_only=False)
+        committed = [entry for entry in entries if entry.committed]
+        if not committed:
+            # Also where saves were begun: a first save that was cut short left nothing that could be lost.
+            begun = f": {len(entries)} saves were begun, none was committed" if entries else ""
+            raise CheckpointNotFoundError(f"there is no checkpoint here{begun}", path=self._root)
+        return committed[::-1]
+
+    def _check_world(self, manifest: Manifest, path: str) -> None:
+        if manifest.world_size != self._world_size:
+            raise StateMismatchError(
+                f"step {manifest.step} was saved by {manifest.world_size} ranks, not by {self._world_size}",
+                path=path,
+                hint="restore with the same number of ranks, or read it with ckptengine.open_checkpoint",
+            )
+
+
+def _assignment(manifest: Manifest, path: str, ref: ShardRef, skipped: list[tuple[int, str]]) -> bytes:
+    return msgspec.msgpack.encode(
+        _Assignment(
+            step=manifest.step,
+            step_path=path,
+            attempt=manifest.attempt,
+            run=manifest.run,
+            world_size=manifest.world_size,
+            codec=manifest.codec,
+            block_nbytes=manifest.block_nbytes,
+            created=manifest.created,
+            shard={
+                "rank": ref.rank,
+                "path": ref.path,
+                "size": ref.size,
+                "header_nbytes": ref.header_nbytes,
+                "header_digest": ref.header_digest,
+            },
+            skipped=skipped,
+        )
+    )

@@ -1,0 +1,160 @@
+"""Turns the receipts of all ranks into a committed step; runs in the coordinator's writer process only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import msgspec
+
+from ckptengine.catalog.catalog import read_manifest
+from ckptengine.comm.group import Failure
+from ckptengine.comm.transport import Transport
+from ckptengine.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitTimeoutError,
+    NotCommittedError,
+    SaveFailedError,
+)
+from ckptengine.format.digest import hexdigest
+from ckptengine.format.index import build_index
+from ckptengine.format.manifest import IndexRef, Manifest, ShardRef, decode_manifest, encode_manifest
+from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId
+from ckptengine.format.shard import ShardHeader
+from ckptengine.read.shards import open_header
+from ckptengine.storage.store import Store
+from ckptengine.write.messages import Receipt, WriteTask, failed_key, receipt_key
+
+HEADER_READERS = 16
+FAILURE_POLL_S = 0.5
+
+
+def collect_receipts(transport: Transport, task: WriteTask, own: Receipt) -> list[Receipt]:
+    """All ranks' receipts in rank order; raises the first failure heard of, or `CommitTimeoutError` naming a
+    missing rank."""
+    receipts = []
+    for rank in range(task.world_size):
+        receipt = own if rank == task.rank else _wait_for_receipt(transport, task, rank)
+        if receipt.failure is not None:
+            raise receipt.failure.to_error(SaveFailedError)
+        receipts.append(receipt)
+    return receipts
+
+
+def _wait_for_receipt(transport: Transport, task: WriteTask, rank: int) -> Receipt:
+    while True:
+        left = task.deadline_unix - time.time()
+        if left <= 0:
+            raise CommitTimeoutError(
+                f"step {task.step}: rank {rank} did not make its shard durable before the commit deadline",
+                rank=rank,
+                hint="see that rank's log; raise Config.commit_timeout_s if its storage is only slow",
+            )
+        try:
+            data = transport.get(receipt_key(task.attempt, rank), min(left, FAILURE_POLL_S))
+            return msgspec.msgpack.decode(data, type=Receipt)
+        except TimeoutError:
+            pass
+        try:
+            data = transport.get(failed_key(task.attempt), 0.001)
+        except TimeoutError:
+            continue
+        raise msgspec.msgpack.decode(data, type=Failure).to_error(SaveFailedError)
+
+
+def commit(
+    store: Store, step_path: str, task: WriteTask, receipts: Sequence[Receipt], shard_paths: Sequence[str]
+) -> Manifest:
+    """Check every shard from this mount, publish `INDEX` and `MANIFEST.json`, and return the manifest.
+
+    The check is not politeness: a client that lost its connection can report a good sync for bytes that other
+    mounts never see. Publishing is idempotent; an attempt older than the committed one is refused with
+    `SaveFailedError`.
+    """
+    attempt_path = f"{step_path}/{task.attempt}"
+    # Each rank synced its file; only this makes the names in the directory durable.
+    store.sync_dir(attempt_path)
+    refs = [
+        ShardRef(
+            rank=r.rank, path=path, size=r.size, header_nbytes=r.header_nbytes, header_digest=r.header_digest
+        )
+        for r, path in zip(receipts, shard_paths, strict=True)
+    ]
+    draft = Manifest(
+        step=task.step,
+        attempt=task.attempt,
+        run=str(AttemptId.parse(task.attempt).run),
+        world_size=task.world_size,
+        created=time.time(),
+        codec=task.codec,
+        block_nbytes=task.block_nbytes,
+        nbytes=sum(ref.size for ref in refs),
+        tensors=0,
+        metadata=task.metadata,
+        shards=tuple(refs),
+        index=None,
+    )
+    headers = _check_shards(store, step_path, draft)
+    index = build_index(headers)
+    manifest = replace(
+        draft,
+        tensors=len(_tensor_names(headers)),
+        index=IndexRef(size=len(index), digest=hexdigest(index)),
+    )
+    _refuse_if_overtaken(store, step_path, task)
+    store.publish(f"{step_path}/{INDEX_NAME}", index)
+    path = f"{step_path}/{MANIFEST_NAME}"
+    data = encode_manifest(manifest)
+    # Read back before it counts, by the rules every reader applies; that also gives the fingerprint.
+    manifest = decode_manifest(data, path=path)
+    store.publish(path, data)
+    return manifest
+
+
+def _check_shards(store: Store, step_path: str, manifest: Manifest) -> list[ShardHeader]:
+    def check(ref: ShardRef) -> ShardHeader:
+        try:
+            return open_header(store, step_path, ref, manifest)
+        except (OSError, CheckpointError) as error:
+            raise SaveFailedError(
+                f"rank {ref.rank} reported its shard durable, the coordinator does not see it whole: {error}",
+                path=f"{step_path}/{ref.path}",
+                rank=ref.rank,
+                hint="are all ranks on the same shared file system?",
+            ) from error
+
+    with ThreadPoolExecutor(
+        min(HEADER_READERS, len(manifest.shards)), thread_name_prefix="ckpt-commit"
+    ) as pool:
+        return list(pool.map(check, manifest.shards))
+
+
+def _tensor_names(headers: Sequence[ShardHeader]) -> set[str]:
+    """The tensors of all ranks, without the values that were kept as bytes because they are large."""
+    return {
+        name
+        for header in headers
+        for name in (
+            *(tensor.name for tensor in header.tensors if tensor.kind is None),
+            *(view.name for view in header.views),
+            *header.replicas,
+        )
+    }
+
+
+def _refuse_if_overtaken(store: Store, step_path: str, task: WriteTask) -> None:
+    try:
+        committed = read_manifest(store, step_path).attempt
+    except (NotCommittedError, CheckpointNotFoundError):
+        return
+    except CheckpointError:
+        return  # a damaged manifest commits nothing; the new one replaces it
+    if AttemptId.parse(committed) > AttemptId.parse(task.attempt):
+        raise SaveFailedError(
+            f"step {task.step} was already committed by {committed}, a later attempt than {task.attempt}",
+            path=step_path,
+            hint="another, newer run writes to this root",
+        )

@@ -1,0 +1,123 @@
+"""What trainer and writer process tell each other, and ranks each other, about one save: plain values, no
+torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from ckptengine.comm.group import Failure
+
+
+class ArenaRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the writer finds the staged bytes: a memfd of the trainer, opened through `/proc/<pid>/fd/<fd>`.
+
+    `serial` names this memory for the life of the trainer: a descriptor number may be reused, a serial never
+    is.
+    """
+
+    pid: int
+    fd: int
+    capacity: int
+    serial: int
+
+
+class TransportSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a writer process joins the run's transport: torch's TCP store, a directory, or nothing (one
+    rank)."""
+
+    kind: Literal["none", "tcp", "file"]
+    prefix: str = ""
+    host: str = ""
+    port: int = 0
+    directory: str = ""
+
+
+class WriteTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a writer needs to bring one rank's staged bytes to the commit. Offsets are into the arena's
+    payload."""
+
+    root: str
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    shard_name: str
+    arena: ArenaRef
+    live_arenas: tuple[int, ...]
+    header_offset: int
+    header_nbytes: int
+    digests_at: int
+    stored_at: int | None
+    data_offset: int
+    data_nbytes: int
+    block_nbytes: int
+    codec: Literal["raw", "zstd"]
+    zstd_level: int
+    direct_io: Literal["auto", "on", "off"]
+    io_threads: int
+    transport: TransportSpec
+    deadline_unix: float
+    may_retry: bool
+    metadata: Any = None
+    """The user's metadata as a tree; the coordinator's is the one that is committed."""
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's word about its shard: durable with this size and header digest, or the reason why not."""
+
+    rank: int
+    size: int = 0
+    header_nbytes: int = 0
+    header_digest: str = ""
+    failure: Failure | None = None
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt ended, decided once for all ranks by the coordinator."""
+
+    committed: bool
+    fingerprint: str = ""
+    nbytes: int = 0
+    committed_at: float = 0.0
+    failure: Failure | None = None
+    retry: bool = False
+
+
+State = Literal["waiting", "writing", "durable", "ended"]
+"""Waiting for the coordinator to make the directory; writing the shard; waiting for the outcome; outcome
+known."""
+
+
+class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a writer last reported about an attempt on its arena's status page; times are Unix seconds, 0 if
+    not reached."""
+
+    attempt: str
+    state: State
+    nbytes_written: int = 0
+    written_at: float = 0.0
+    durable_at: float = 0.0
+    outcome: Outcome | None = None
+
+
+def ready_key(attempt: str) -> str:
+    """Set by the coordinator once the attempt's directory exists; holds None, or the `Failure` to make it."""
+    return f"{attempt}/ready"
+
+
+def receipt_key(attempt: str, rank: int) -> str:
+    return f"{attempt}/receipt/{rank}"
+
+
+def failed_key(attempt: str) -> str:
+    """Set by the first rank that fails, so that the coordinator need not wait for the others to hear of
+    it."""
+    return f"{attempt}/failed"
+
+
+def outcome_key(attempt: str) -> str:
+    return f"{attempt}/outcome"

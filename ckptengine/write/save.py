@@ -1,0 +1,243 @@
+"""One attempt to save one step, as one rank's writer process goes through it: written → durable → committed.
+
+The coordinator's writer makes the attempt's directory, and after writing its own shard decides the outcome
+for all ranks. The other writers wait for that decision. Every wait ends at the task's deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+
+import msgspec
+
+from ckptengine.catalog.catalog import read_manifest
+from ckptengine.catalog.retention import RetentionPolicy, apply_retention
+from ckptengine.comm.group import COORDINATOR, Failure
+from ckptengine.comm.transport import Transport
+from ckptengine.errors import CheckpointError, CommitTimeoutError, SaveFailedError
+from ckptengine.format.blocks import BlockTable
+from ckptengine.format.manifest import Manifest
+from ckptengine.format.names import AttemptId, shard_filename, step_dirname
+from ckptengine.format.shard import HeaderTemplate
+from ckptengine.staging.status import StatusPage
+from ckptengine.storage.store import Store
+from ckptengine.write.commit import collect_receipts, commit
+from ckptengine.write.messages import (
+    Outcome,
+    Receipt,
+    SaveStatus,
+    WriteTask,
+    failed_key,
+    outcome_key,
+    ready_key,
+    receipt_key,
+)
+from ckptengine.write.shard_writer import write_shard
+
+logger = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 0.05
+
+
+def run_save(
+    task: WriteTask, store: Store, transport: Transport, page: StatusPage, payload: memoryview
+) -> Outcome:
+    """Bring the staged bytes in `payload` to the commit; how it ended is on the status page and returned,
+    never raised."""
+    reporter = _Reporter(task, page)
+    try:
+        receipt = _make_durable(task, store, transport, payload, reporter)
+    except Exception as error:
+        logger.warning("step %d, attempt %s, rank %d: %s", task.step, task.attempt, task.rank, error)
+        receipt = Receipt(rank=task.rank, failure=Failure.of(error, task.rank))
+    try:
+        outcome = (
+            _decide(task, store, transport, receipt)
+            if task.rank == COORDINATOR
+            else _report_and_wait(task, store, transport, receipt)
+        )
+    except Exception as error:
+        outcome = Outcome(committed=False, failure=Failure.of(error, task.rank))
+    reporter.ended(outcome)
+    if outcome.committed and task.rank == COORDINATOR:
+        _retain(task, store)
+    return outcome
+
+
+def forget(attempt: str, world_size: int, transport: Transport) -> None:
+    """Drop an attempt's values from the transport. For the coordinator, after a later attempt has committed:
+    each writer takes one task after the other, so all of them are done with the earlier one."""
+    for key in (
+        ready_key(attempt),
+        failed_key(attempt),
+        outcome_key(attempt),
+        *(receipt_key(attempt, rank) for rank in range(world_size)),
+    ):
+        transport.delete(key)
+
+
+def shard_path(task: WriteTask) -> str:
+    return f"{task.attempt}/{task.shard_name}"
+
+
+def step_path(task: WriteTask) -> str:
+    return os.path.join(task.root, step_dirname(task.step))
+
+
+def _make_durable(
+    task: WriteTask, store: Store, transport: Transport, payload: memoryview, reporter: _Reporter
+) -> Receipt:
+    _prepare_directory(task, store, transport)
+    reporter.writing()
+    header = bytes(payload[task.header_offset : task.header_offset + task.header_nbytes])
+    data = payload[task.data_offset : task.data_offset + task.data_nbytes]
+    template = HeaderTemplate(
+        data=header,
+        digests_at=task.digests_at,
+        stored_at=task.stored_at,
+        n_blocks=BlockTable(task.data_nbytes, task.block_nbytes).count,
+    )
+    written = write_shard(
+        store,
+        os.path.join(step_path(task), shard_path(task)),
+        template=template,
+        data=data,
+        block_nbytes=task.block_nbytes,
+        zstd_level=task.zstd_level if task.codec == "zstd" else None,
+        threads=task.io_threads,
+        on_progress=reporter.wrote,
+        on_written=reporter.written,
+    )
+    reporter.durable()
+    return Receipt(
+        rank=task.rank,
+        size=written.size,
+        header_nbytes=task.header_nbytes,
+        header_digest=written.header_digest,
+    )
+
+
+def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> None:
+    """One mkdir per attempt, by one rank: on Lustre a mkdir costs ten times a create."""
+    if task.rank == COORDINATOR:
+        try:
+            store.make_dirs(os.path.join(step_path(task), task.attempt))
+        except Exception as error:
+            transport.set(ready_key(task.attempt), msgspec.msgpack.encode(Failure.of(error, task.rank)))
+            raise
+        transport.set(ready_key(task.attempt), msgspec.msgpack.encode(None))
+        return
+    try:
+        answer = transport.get(ready_key(task.attempt), _left(task))
+    except TimeoutError:
+        raise CommitTimeoutError(
+            f"step {task.step}: the coordinator did not make the attempt's directory in time",
+            path=step_path(task),
+            rank=COORDINATOR,
+        ) from None
+    failure = msgspec.msgpack.decode(answer, type=Failure | None)
+    if failure is not None:
+        raise failure.to_error(SaveFailedError)
+
+
+def _decide(task: WriteTask, store: Store, transport: Transport, own: Receipt) -> Outcome:
+    """The coordinator's decision. Every way out of here is told to the other ranks."""
+    try:
+        receipts = collect_receipts(transport, task, own)
+        paths = [
+            f"{task.attempt}/{shard_filename(rank, compressed=task.codec == 'zstd')}"
+            for rank in range(task.world_size)
+        ]
+        manifest = commit(store, step_path(task), task, receipts, paths)
+        outcome = _committed(manifest)
+    except Exception as error:
+        failure = Failure.of(error, task.rank)
+        outcome = Outcome(committed=False, failure=failure, retry=task.may_retry and failure.retryable)
+    # The coordinator's trainer may have given the attempt up for us, if we were slow: the first word stands.
+    try:
+        data = transport.set_if_absent(outcome_key(task.attempt), msgspec.msgpack.encode(outcome))
+    except ConnectionError:
+        if outcome.committed:  # the manifest stands, and the others will find it
+            return outcome
+        raise
+    told = msgspec.msgpack.decode(data, type=Outcome)
+    if outcome.committed and not told.committed:
+        logger.warning("step %d was committed after its save had been given up", task.step)
+    return told
+
+
+def _report_and_wait(task: WriteTask, store: Store, transport: Transport, receipt: Receipt) -> Outcome:
+    if receipt.failure is not None:
+        transport.set_if_absent(failed_key(task.attempt), msgspec.msgpack.encode(receipt.failure))
+    transport.set(receipt_key(task.attempt, task.rank), msgspec.msgpack.encode(receipt))
+    try:
+        data = transport.get(outcome_key(task.attempt), _left(task))
+        return msgspec.msgpack.decode(data, type=Outcome)
+    except (TimeoutError, ConnectionError) as error:
+        # The coordinator may have died between publishing and telling; the manifest is the truth.
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(store, step_path(task))
+            if manifest.attempt == task.attempt:
+                return _committed(manifest)
+        raise CommitTimeoutError(
+            f"step {task.step}: the coordinator did not say in time how the attempt ended ({error})",
+            path=step_path(task),
+            rank=COORDINATOR,
+        ) from None
+
+
+def _committed(manifest: Manifest) -> Outcome:
+    return Outcome(
+        committed=True,
+        fingerprint=manifest.fingerprint,
+        nbytes=manifest.nbytes,
+        committed_at=manifest.created,
+    )
+
+
+def _retain(task: WriteTask, store: Store) -> None:
+    policy = RetentionPolicy(keep_last=task.keep_last, keep_every=task.keep_every)
+    try:
+        apply_retention(store, task.root, policy, current=AttemptId.parse(task.attempt))
+    except (OSError, CheckpointError) as error:
+        # The step is committed; what could not be deleted is tried again after the next commit.
+        logger.warning("retention in %s failed: %s", task.root, error)
+
+
+def _left(task: WriteTask) -> float:
+    return max(task.deadline_unix - time.time(), 0.001)
+
+
+class _Reporter:
+    """Puts the save's progress on the status page, where the trainer looks."""
+
+    def __init__(self, task: WriteTask, page: StatusPage) -> None:
+        self._page = page
+        self._status = SaveStatus(attempt=task.attempt, state="waiting")
+        self._reported = 0.0
+        self._put(self._status)
+
+    def writing(self) -> None:
+        self._put(msgspec.structs.replace(self._status, state="writing"))
+
+    def wrote(self, nbytes: int) -> None:
+        now = time.monotonic()
+        if now - self._reported >= STATUS_INTERVAL_S:
+            self._reported = now
+            self._put(msgspec.structs.replace(self._status, nbytes_written=nbytes))
+
+    def written(self) -> None:
+        self._put(msgspec.structs.replace(self._status, written_at=time.time()))
+
+    def durable(self) -> None:
+        self._put(msgspec.structs.replace(self._status, state="durable", durable_at=time.time()))
+
+    def ended(self, outcome: Outcome) -> None:
+        self._put(msgspec.structs.replace(self._status, state="ended", outcome=outcome))
+
+    def _put(self, status: SaveStatus) -> None:
+        self._status = status
+        self._page.write(msgspec.msgpack.encode(status))

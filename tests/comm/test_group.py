@@ -1,0 +1,115 @@
+"""Ranks agree, hear of each other's failures, and never wait for ever. Ranks are threads here; the dist suite
+has processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ckptengine.comm.group import Failure, Group
+from ckptengine.comm.transport import MemoryTransport
+from ckptengine.errors import (
+    CheckpointError,
+    CommitTimeoutError,
+    CorruptCheckpointError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
+
+
+def on_ranks(
+    world_size: int, work: Callable[[Group], Any], timeout_s: float = 20.0, absent: tuple[int, ...] = ()
+) -> list[Any]:
+    """What `work` returns or raises on each rank."""
+    space = MemoryTransport()
+
+    def run(rank: int) -> Any:
+        if rank in absent:
+            return None
+        try:
+            return work(Group(rank, world_size, space, "g", timeout_s))
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, range(world_size)))
+
+
+def test_every_rank_gets_all_values_in_rank_order() -> None:
+    results = on_ranks(4, lambda g: g.gather_all(b"%d" % g.rank, what="testing"))
+    assert results == [[b"0", b"1", b"2", b"3"]] * 4
+
+
+def test_calls_do_not_mix_and_leave_only_the_last_ones_values() -> None:
+    spaces = []
+
+    def work(group: Group) -> list[list[bytes]]:
+        spaces.append(group.transport)
+        return [group.gather_all(b"%d.%d" % (group.rank, i), what="testing") for i in range(20)]
+
+    for result in on_ranks(3, work):
+        assert result == [[b"%d.%d" % (rank, i) for rank in range(3)] for i in range(20)]
+    assert len(spaces[0]._values) == 4
+
+
+def test_a_failure_is_raised_on_all_ranks_with_its_place() -> None:
+    def work(group: Group) -> Any:
+        failure = None
+        if group.rank == 2:
+            error = CorruptCheckpointError(
+                "block differs", path="/ckpt/s", rank=2, fqn="w", offset=4096, hint="restore another"
+            )
+            failure = Failure.of(error, group.rank)
+        return group.gather_all(b"", failure, what="testing")
+
+    for error in on_ranks(3, work):
+        assert isinstance(error, CorruptCheckpointError)
+        assert (error.path, error.rank, error.fqn, error.offset) == ("/ckpt/s", 2, "w", 4096)
+        assert "block differs" in str(error)
+        assert "restore another" in str(error)
+
+
+def test_a_mismatch_keeps_its_lists_across_ranks() -> None:
+    error = StateMismatchError("differs", missing=("a",), unexpected=("b",), mismatched=("c: shape",))
+    other = Failure.of(error, 1).to_error()
+    assert isinstance(other, StateMismatchError)
+    assert (other.missing, other.unexpected, other.mismatched) == (("a",), ("b",), ("c: shape",))
+
+
+def test_a_foreign_exception_becomes_a_checkpoint_error_that_names_it() -> None:
+    error = Failure.of(ZeroDivisionError("division by zero"), 3).to_error()
+    assert type(error) is CheckpointError
+    assert "ZeroDivisionError: division by zero" in str(error)
+    assert error.rank == 3
+
+
+def test_what_cannot_be_retried_stays_so_across_ranks() -> None:
+    assert not Failure.of(UnsupportedStateError("a lambda"), 0).to_error().retryable
+
+
+@pytest.mark.parametrize("absent", [(1,), (0,), (1, 2)])
+def test_a_missing_rank_is_named_on_all_others_in_time(absent: tuple[int, ...]) -> None:
+    results = on_ranks(3, lambda g: g.gather_all(b"", what="choosing a step"), timeout_s=0.3, absent=absent)
+    for rank, error in enumerate(results):
+        if rank not in absent:
+            assert isinstance(error, CommitTimeoutError)
+            assert error.rank == absent[0]
+            assert "choosing a step" in str(error)
+
+
+def test_scatter_gives_each_rank_its_own() -> None:
+    def work(group: Group) -> bytes:
+        return group.scatter([b"a", b"b", b"c"] if group.is_coordinator else None, what="testing")
+
+    assert on_ranks(3, work) == [b"a", b"b", b"c"]
+
+
+def test_a_coordinator_that_cannot_scatter_fails_all() -> None:
+    def work(group: Group) -> bytes:
+        failure = Failure.of(CorruptCheckpointError("no manifest"), 0) if group.is_coordinator else None
+        return group.scatter(None, failure, what="testing")
+
+    assert [type(e) for e in on_ranks(3, work)] == [CorruptCheckpointError] * 3

@@ -1,0 +1,33 @@
+"""Functions for a writer process to run; a module of their own, since that process looks them up by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def bind_nothing(pid: int) -> None:
+    """A warm-up that leaves the process as NVRx starts it."""
+
+
+def touch(path: bytes) -> None:
+    """Say who ran the task, and what `__main__` is there."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    target = Path(path.decode())
+    target.with_suffix(".tmp").write_text(f"{os.getpid()} {main}")
+    target.with_suffix(".tmp").rename(target)
+
+
+def raise_error(message: bytes) -> None:
+    raise RuntimeError(message.decode())
+
+
+def die(_: bytes) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(_: bytes) -> None:
+    time.sleep(600)

@@ -1,0 +1,280 @@
+"""One save through the whole write path, with every I/O failing once and the power going at every moment.
+
+Ranks are threads with one memory transport; stores are the shipped test stores and a real directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ckptengine.catalog.catalog import list_steps, read_manifest
+from ckptengine.comm.transport import MemoryTransport
+from ckptengine.errors import CheckpointError
+from ckptengine.format.layout import lay_out
+from ckptengine.format.names import AttemptId, RunId, shard_filename
+from ckptengine.format.shard import ShardHeader, TensorEntry, encode_header
+from ckptengine.read.plan import Destination
+from ckptengine.read.reader import read_shard
+from ckptengine.read.shards import open_header, shard_path
+from ckptengine.staging.status import STATUS_NBYTES, StatusPage
+from ckptengine.storage.direct import AlignedBuffer
+from ckptengine.storage.posix import PosixStore
+from ckptengine.storage.store import Store
+from ckptengine.testing.faulty import FaultyStore
+from ckptengine.testing.nondurable import NonDurableStore, SimulatedCrash
+from ckptengine.write.messages import ArenaRef, Outcome, SaveStatus, TransportSpec, WriteTask
+from ckptengine.write.save import run_save
+
+RUN = RunId(3, 1_700_000_000_000, "00c0ffee")
+BLOCK = 8192
+RANKS = 2
+
+
+def content(step: int, rank: int) -> np.ndarray:
+    return np.random.default_rng([step, rank]).integers(0, 200, 3 * BLOCK + 100, dtype=np.uint8)
+
+
+def staged(
+    root: str,
+    step: int,
+    rank: int,
+    save: int,
+    *,
+    ranks: int = RANKS,
+    codec: str = "raw",
+    timeout_s: float = 30.0,
+):
+    """A task and its payload, as the trainer leaves them."""
+    attempt = str(AttemptId(RUN, save))
+    data = content(step, rank)
+    placed, nbytes = lay_out([("w", data.nbytes, 1)])
+    header = ShardHeader(
+        run=str(RUN),
+        attempt=attempt,
+        step=step,
+        rank=rank,
+        world_size=ranks,
+        codec=codec,
+        block_nbytes=BLOCK,
+        data_nbytes=nbytes,
+        tensors=(TensorEntry("w", "uint8", data.shape, *placed[0][1:]),),
+        tree={"w": {"$": "t", "i": 0}},
+    )
+    template = encode_header(header)
+    payload = AlignedBuffer(template.nbytes + nbytes).view
+    payload[: template.nbytes] = template.data
+    payload[template.nbytes : template.nbytes + data.nbytes] = data.tobytes()
+    task = WriteTask(
+        root=root,
+        step=step,
+        attempt=attempt,
+        rank=rank,
+        world_size=ranks,
+        shard_name=shard_filename(rank, compressed=codec == "zstd"),
+        arena=ArenaRef(pid=0, fd=0, capacity=0, serial=0),
+        live_arenas=(),
+        header_offset=0,
+        header_nbytes=template.nbytes,
+        digests_at=template.digests_at,
+        stored_at=template.stored_at,
+        data_offset=template.nbytes,
+        data_nbytes=nbytes,
+        block_nbytes=BLOCK,
+        codec=codec,
+        zstd_level=1,
+        direct_io="auto",
+        io_threads=2,
+        transport=TransportSpec(kind="none"),
+        deadline_unix=time.time() + timeout_s,
+        may_retry=False,
+        metadata={"step": step},
+        keep_last=2,
+    )
+    return task, payload
+
+
+def save_on_all_ranks(
+    stores: list[Store],
+    root: str,
+    step: int,
+    save: int,
+    **options: object,
+) -> list[Outcome]:
+    transport = MemoryTransport()
+
+    def run(rank: int) -> Outcome:
+        task, payload = staged(root, step, rank, save, ranks=len(stores), **options)  # type: ignore[arg-type]
+        page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
+        outcome = run_save(task, stores[rank], transport, page, payload)
+        seen = msgspec.msgpack.decode(page.read() or b"", type=SaveStatus)
+        assert (seen.state, seen.outcome) == ("ended", outcome)
+        return outcome
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        return list(pool.map(run, range(len(stores))))
+
+
+def check_whole(store: Store, root: str) -> list[int]:
+    """Every listed step restores to exactly what was captured; returns the steps."""
+    entries = list_steps(store, root)
+    for entry in entries:
+        manifest = read_manifest(store, entry.path)
+        for ref in manifest.shards:
+            header = open_header(store, entry.path, ref, manifest)
+            (tensor,) = header.tensors
+            out = np.empty(tensor.nbytes, dtype=np.uint8)
+            destination = Destination(tensor.start, tensor.stop, out.ctypes.data)
+            read_shard(store, shard_path(entry.path, ref), header, [destination], threads=2)
+            assert np.array_equal(out, content(entry.step, ref.rank))
+    return [entry.step for entry in entries]
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_save_commits_what_was_staged(tmp_path: Path, codec: str) -> None:
+    stores: list[Store] = [PosixStore()] * RANKS
+    outcomes = save_on_all_ranks(stores, str(tmp_path), 10, 1, codec=codec)
+    assert all(outcome.committed for outcome in outcomes)
+    assert outcomes[0] == outcomes[1]
+    manifest = read_manifest(PosixStore(), f"{tmp_path}/step-0000000010")
+    assert (manifest.fingerprint, manifest.nbytes) == (outcomes[0].fingerprint, outcomes[0].nbytes)
+    assert manifest.metadata == {"step": 10}
+    assert check_whole(PosixStore(), str(tmp_path)) == [10]
+    if codec == "raw":
+        for rank in range(RANKS):
+            (path,) = tmp_path.glob(f"step-*/*/shard-{rank:05d}.safetensors")
+            assert np.array_equal(load_file(path)["w"], content(10, rank))
+
+
+def test_retention_runs_after_the_commit(tmp_path: Path) -> None:
+    stores: list[Store] = [PosixStore()] * RANKS
+    for save, step in enumerate((1, 2, 3), start=1):
+        assert save_on_all_ranks(stores, str(tmp_path), step, save)[0].committed
+    assert check_whole(PosixStore(), str(tmp_path)) == [2, 3]
+
+
+def test_a_step_saved_again_replaces_its_commit_and_drops_the_old_attempt(tmp_path: Path) -> None:
+    stores: list[Store] = [PosixStore()] * RANKS
+    for save in (1, 2):
+        assert save_on_all_ranks(stores, str(tmp_path), 5, save)[0].committed
+    assert [path.name for path in tmp_path.glob("step-*/a*")] == [str(AttemptId(RUN, 2))]
+    assert check_whole(PosixStore(), str(tmp_path)) == [5]
+
+
+def test_an_earlier_attempt_never_replaces_a_later_one(tmp_path: Path) -> None:
+    stores: list[Store] = [PosixStore()] * RANKS
+    assert save_on_all_ranks(stores, str(tmp_path), 5, 7)[0].committed
+    for outcome in save_on_all_ranks(stores, str(tmp_path), 5, 6):
+        assert not outcome.committed
+        assert outcome.failure is not None
+        assert "later attempt" in outcome.failure.message
+    assert read_manifest(PosixStore(), f"{tmp_path}/step-0000000005").attempt == str(AttemptId(RUN, 7))
+
+
+def failing_runs(fault: Callable[[Store, int | None], FaultyStore], rank: int, tmp_path: Path) -> int:
+    """Save over an existing commit with each operation of `rank` failing in turn; returns how many were
+    tried."""
+    n = 0
+    while True:
+        n += 1
+        root = str(tmp_path / f"{rank}-{n}")
+        assert save_on_all_ranks([PosixStore()] * RANKS, root, 1, 1)[0].committed
+        faulty = fault(PosixStore(), n)
+        stores: list[Store] = [PosixStore()] * RANKS
+        stores[rank] = faulty
+        outcomes = save_on_all_ranks(stores, root, 2, 2)
+        steps = check_whole(PosixStore(), root)
+        assert outcomes[0] == outcomes[1]
+        assert 1 in steps
+        assert (2 in steps) == outcomes[0].committed or faulty.after, faulty.failed
+        if faulty.failed is None:
+            assert outcomes[0].committed
+            return n
+        if not outcomes[0].committed:
+            failure = outcomes[0].failure
+            assert failure is not None
+            # What the coordinator cannot see may be its own mount's fault or the other rank's.
+            assert failure.rank == rank or "does not see it" in failure.message, failure
+        # The next save works, whatever the last one left.
+        assert save_on_all_ranks([PosixStore()] * RANKS, root, 3, 3)[0].committed
+        assert check_whole(PosixStore(), root)[-1] == 3
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("after", [False, True])
+def test_any_failing_operation_on_any_rank_fails_all_ranks_and_leaves_the_previous_commit(
+    tmp_path: Path, rank: int, after: bool
+) -> None:
+    tried = failing_runs(
+        lambda inner, n: FaultyStore(inner, fail_at=n, error=errno.EIO, after=after), rank, tmp_path
+    )
+    assert tried > 5
+
+
+@pytest.mark.parametrize("error", ["short write", "lost write"])
+def test_a_write_that_goes_missing_is_never_committed_as_whole(tmp_path: Path, error: str) -> None:
+    for n in range(1, 6):
+        root = str(tmp_path / str(n))
+        assert save_on_all_ranks([PosixStore()] * RANKS, root, 1, 1)[0].committed
+        stores: list[Store] = [PosixStore(), FaultyStore(PosixStore(), fail_at=n, error=error)]  # type: ignore[arg-type]
+        committed = save_on_all_ranks(stores, root, 2, 2)[0].committed
+        if error == "short write":
+            assert not committed
+            assert check_whole(PosixStore(), root) == [1]
+        elif committed:
+            # The disk said yes and lost a block: only its digest can tell, and does.
+            with pytest.raises(CheckpointError):
+                check_whole(PosixStore(), root)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_a_power_cut_at_any_moment_leaves_whole_checkpoints_only(seed: int | None) -> None:
+    def protocol(store: NonDurableStore) -> None:
+        for save, step in enumerate((1, 2, 2, 3), start=1):
+            save_on_all_ranks([store], "/root", step, save)
+
+    counting = NonDurableStore()
+    protocol(counting)
+    moments = counting.moments
+    assert moments > 40
+    committed_before = -1
+    # The writer's threads make the order of moments vary; every one of them is tried all the same.
+    for moment in range(1, moments + 1, 1 if seed is None else 3):
+        store = NonDurableStore(crash_at=moment)
+        with pytest.raises(SimulatedCrash):
+            protocol(store)
+        store.crash(None if seed is None else random.Random(f"{seed}/{moment}"))
+        if "root" not in {entry.name for entry in store.list("/")}:
+            continue
+        steps = check_whole(store, "/root")
+        newest = steps[-1] if steps else 0
+        if seed is None:
+            assert newest >= committed_before - 1
+            committed_before = max(committed_before, newest)
+
+
+def test_a_rank_that_never_reports_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
+    task, payload = staged(str(tmp_path), 1, 0, 1, ranks=RANKS, timeout_s=1.0)
+    page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
+    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload)
+    assert not outcome.committed
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.kind) == (1, "CommitTimeoutError")
+    assert list_steps(PosixStore(), str(tmp_path)) == []
+
+
+def test_a_coordinator_that_never_comes_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
+    task, payload = staged(str(tmp_path), 1, 1, 1, ranks=RANKS, timeout_s=1.0)
+    page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
+    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload)
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.kind) == (0, "CommitTimeoutError")
