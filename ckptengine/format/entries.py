@@ -131,7 +131,10 @@ class ShardHeader:
         for name in names:
             if name.startswith(PAD_PREFIX) or name == METADATA_KEY:
                 raise ValueError(f"the name {name!r} is reserved")
-        check_tree(self.tree, len(names))
+        try:
+            check_tree(self.tree, len(names))
+        except ValueError as error:
+            raise ValueError(f"tree: {error}") from None
 
     def _validate_tensors(self) -> dict[str, TensorEntry]:
         at = 0

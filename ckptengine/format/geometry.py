@@ -93,8 +93,8 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def intersect(a: Chunk, b: Chunk) -> Box | None:
     """The elements two chunks of one tensor share; None if there are none.
 
-    For a flat and a rectangular chunk the box is a range of the flattened tensor whose ends are shared;
-    between them it may hold elements outside the rectangle, which `byte_runs` and `copy_runs` leave out.
+    For a flat and a rectangular chunk the box is a range of the flattened tensor that starts with a shared
+    element; the elements in it that are outside the rectangle are left out by `byte_runs` and `copy_runs`.
     """
     if a.tensor_shape != b.tensor_shape:
         raise ValueError(f"chunks of different tensors: {a.tensor_shape} and {b.tensor_shape}")

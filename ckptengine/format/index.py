@@ -74,7 +74,10 @@ class Index:
         AttemptId.parse(content.attempt)
         self._names = content.names
         self._numbers = {name: i for i, name in enumerate(content.names)}
-        self._infos = list(zip(content.dtype, content.global_shape, content.flat_of, strict=True))
+        per_name = content.dtype, content.global_shape, content.flat_of
+        if any(len(values) != len(content.names) for values in per_name):
+            raise ValueError("lists differ in length")
+        self._infos = list(zip(*per_name, strict=True))
         self._name = np.frombuffer(content.name, "<u4")
         self._rank = np.frombuffer(content.rank, "<u4")
         self._ndim = np.frombuffer(content.ndim, "u1")

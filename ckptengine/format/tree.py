@@ -155,15 +155,15 @@ def _check_tagged(
     tag = value[TAG]
     keys = _TAGS.get(tag) if type(tag) is str else None
     if keys is None:
-        raise ValueError(f"an unknown kind of value, {tag!r:.80}, {_at(where)}")
+        raise ValueError(f"unknown kind of value {tag!r:.80} {_at(where)}")
     for key, test in keys.items():
         if key not in value:
             if (tag, key) not in _OPTIONAL:
-                raise ValueError(f"a {tag} without {key!r} {_at(where)}")
+                raise ValueError(f"no {key!r} in a value of kind {tag!r} {_at(where)}")
         elif not test(value[key]):
-            raise ValueError(f"a {tag} whose {key!r} is malformed {_at(where)}")
+            raise ValueError(f"malformed {key!r} in a value of kind {tag!r} {_at(where)}")
     if not value.keys() <= {TAG, *keys}:
-        raise ValueError(f"a {tag} with an unknown key {_at(where)}")
+        raise ValueError(f"unknown key in a value of kind {tag!r} {_at(where)}")
     if tag == "t" and value["i"] >= n_leaves:
         raise ValueError(f"tensor {value['i']} of {n_leaves} {_at(where)}")
     if tag == "size":

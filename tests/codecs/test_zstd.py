@@ -1,0 +1,114 @@
+"""Does a compressed block come back exactly, or not at all?"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptengine.codecs import zstd
+from tests.format.strategies import usual
+
+BLOCK = bytes(range(256)) * 64
+
+
+def decompress(stored: bytes, nbytes: int) -> bytes:
+    out = bytearray(nbytes)
+    zstd.decompress_into(stored, memoryview(out))
+    return bytes(out)
+
+
+@usual
+@given(st.binary(max_size=2000).map(lambda data: data * 7), st.sampled_from([-5, 1, 3]))
+def test_block_comes_back_or_is_kept_as_it_is(block: bytes, level: int) -> None:
+    frame = zstd.compress(block, level)
+    if frame is not None:
+        assert len(frame) < len(block)
+        assert decompress(frame, len(block)) == block
+
+
+def test_block_that_does_not_shrink_is_kept_as_it_is() -> None:
+    assert zstd.compress(b"\x00\x9f\x31\x77", 1) is None
+    assert zstd.compress(b"", 1) is None
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_any_buffer_is_taken(kind: type) -> None:
+    frame = zstd.compress(kind(BLOCK), 1)
+    assert frame is not None
+    out = bytearray(len(BLOCK))
+    zstd.decompress_into(kind(frame), memoryview(out))
+    assert out == BLOCK
+
+
+def test_only_the_given_part_of_a_buffer_is_written() -> None:
+    frame = zstd.compress(BLOCK, 1)
+    assert frame is not None
+    out = bytearray(b"x" * (len(BLOCK) + 20))
+    zstd.decompress_into(frame, memoryview(out)[10:-10])
+    assert out == b"x" * 10 + BLOCK + b"x" * 10
+
+
+def test_every_cut_is_detected() -> None:
+    frame = zstd.compress(BLOCK, 1)
+    assert frame is not None
+    for at in range(len(frame)):
+        with pytest.raises(ValueError):
+            decompress(frame[:at], len(BLOCK))
+
+
+def test_flips_give_other_bytes_or_an_error_and_stay_in_bounds() -> None:
+    """The frame has no checksum of its own: the block's digest is over what comes out."""
+    frame = zstd.compress(BLOCK, 1)
+    assert frame is not None
+    for at in range(len(frame)):
+        for mask in (0x01, 0x40, 0xFF):
+            damaged = bytearray(frame)
+            damaged[at] ^= mask
+            out = bytearray(len(BLOCK) + 1)
+            try:
+                zstd.decompress_into(damaged, memoryview(out)[:-1])
+            except ValueError:
+                pass
+            assert out[-1] == 0
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        b"",
+        b"\0" * 64,
+        zstandard.compress(BLOCK) + b"\0",
+        zstandard.compress(BLOCK) * 2,
+        zstandard.compress(BLOCK + b"x"),
+        zstandard.compress(BLOCK[:-1]),
+        zstandard.ZstdCompressor(write_content_size=False).compress(BLOCK),
+        b"\x28\xb5\x2f\xfd\xe0" + (1 << 60).to_bytes(8, "little") + b"\x01\x00\x00",
+        b"\x28\xb5\x2f\xfd\xe0" + len(BLOCK).to_bytes(8, "little") + b"\x01\x00\x00",
+    ],
+    ids=[
+        "nothing",
+        "zeros",
+        "byte after",
+        "two frames",
+        "larger",
+        "smaller",
+        "no size",
+        "huge claim",
+        "false claim",
+    ],
+)
+def test_anything_but_one_frame_of_the_block_is_refused(stored: bytes) -> None:
+    with pytest.raises(ValueError):
+        decompress(stored, len(BLOCK))
+
+
+def test_threads_have_contexts_of_their_own() -> None:
+    blocks = [bytes([i]) * 50_000 + BLOCK for i in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        frames = list(pool.map(lambda block: zstd.compress(block, 1), blocks))
+        out = list(pool.map(lambda frame: decompress(frame or b"", len(blocks[0])), frames))
+    assert out == blocks
