@@ -200,6 +200,15 @@ class ShardReader:
             raise BlockDamagedError(self.damage(block, "its digest differs from the header's"))
         return plain, source == "cache"
 
+    def load_alone(self, block: int) -> AlignedBuffer:
+        """One block, checked, in a buffer for the caller to keep. Raises what `deliver` raises."""
+        buffers = self.buffers_for([block])
+        try:
+            self.load(block, buffers)
+        except BlockDamagedError as error:
+            raise error.damage.error() from None
+        return buffers.plain
+
     def deliver(
         self, reads: Sequence[BlockRead], *, threads: int, progress: Progress | None = None
     ) -> ReadStats:

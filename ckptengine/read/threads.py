@@ -11,7 +11,7 @@ Local = TypeVar("Local")
 
 
 def in_threads(
-    jobs: Sequence[Job], threads: int, local: Callable[[], Local], step: Callable[[Job, Local], None]
+    jobs: Sequence[Job], threads: int, local: Callable[[], Local], step: Callable[[Job, Local], object]
 ) -> None:
     """Calls `step(job, mine)` for each job; `mine` is what `local()` made for the thread that takes the job.
 

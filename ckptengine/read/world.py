@@ -45,13 +45,26 @@ def pieces_of(header: ShardHeader) -> Iterator[tuple[str, Piece]]:
 
 
 def locate(headers: Iterable[ShardHeader]) -> dict[str, list[Piece]]:
-    """Every tensor's pieces, in the order of the headers given. Replicas are not pieces: the bytes are
-    another rank's."""
+    """Every tensor's pieces, in the order of the headers given. Replicas are no pieces: the bytes are
+    elsewhere.
+
+    The parts of a tensor of which one rank holds several are found under the tensor's own name.
+    """
     found: dict[str, list[Piece]] = {}
     for header in headers:
         for name, piece in pieces_of(header):
-            found.setdefault(name, []).append(piece)
+            found.setdefault(tensor_name(name, piece.chunk), []).append(piece)
     return found
+
+
+def tensor_name(name: str, chunk: Chunk | None) -> str:
+    """The name of the tensor an entry is a part of.
+
+    One rank's several chunks of one tensor are told apart by their offsets, as in `weight@8_0`.
+    """
+    if chunk is None or "@" not in name:
+        return name
+    return name.removesuffix("@" + "_".join(map(str, chunk.offsets)))
 
 
 def sharded_pieces(pieces: Iterable[Piece]) -> list[Piece]:
