@@ -193,10 +193,12 @@ def _nested(levels: int) -> str:
     return "[" * levels + "]" * levels
 
 
-def _swap_first_two(parts: _Parts) -> None:
-    names = list(parts.tensors)
-    names[0], names[1] = names[1], names[0]
-    parts.tensors = {name: parts.tensors[name] for name in names}
+def _last_first(parts: _Parts) -> None:
+    """One tensor more, whose bytes are the last, named before all others."""
+    at = parts.shard["data_nbytes"]
+    last = {"dtype": "U8", "shape": [4096], "data_offsets": [at, at + 4096]}
+    parts.shard["data_nbytes"] += 4096
+    parts.tensors = {"last": last, **parts.tensors}
 
 
 def _duplicate_member(text: bytes) -> bytes:
@@ -435,7 +437,7 @@ _HEADER: list[tuple[str, Mutation]] = [
     ("offsets before the section", _offsets(lambda a, b: [-1, b])),
     ("offsets beyond the section", _offsets(lambda a, b: [a, b + 2**40])),
     ("offsets beyond 64 bits", _offsets(lambda a, b: [a, 2**64 + b])),
-    ("tensors not in offset order", _edit(_swap_first_two)),
+    ("tensors not in offset order", _edit(_last_first)),
     (
         "two tensors over the same bytes",
         _edit(lambda p: p.tensors.__setitem__("twin", dict(p.tensors[p.first]))),
@@ -981,6 +983,17 @@ def _every(key: str, value: Any) -> Mutation:
     return _index(lambda c: c.__setitem__(key, [value] * len(c["names"])))
 
 
+def _one_name_more(name: Callable[[list[str]], str]) -> Mutation:
+    """A tensor without chunks after all others."""
+
+    def edit(content: dict[str, Any]) -> None:
+        content["names"].append(name(content["names"]))
+        for key in ("dtype", "global_shape", "flat_of"):
+            content[key].append(content[key][-1])
+
+    return _index(edit)
+
+
 _INDEX_KEYS = (
     "attempt",
     "names",
@@ -1051,8 +1064,8 @@ _INDEX: list[tuple[str, Mutation]] = [
     *((f"{key} empty", _index(lambda c, key=key: c.__setitem__(key, c[key][:0]))) for key in _INDEX_KEYS),
     ("unknown key", _index(lambda c: c.__setitem__("colour", "red"))),
     ("attempt malformed", _index(lambda c: c.__setitem__("attempt", "../.."))),
-    ("a name twice", _index(lambda c: c["names"].__setitem__(-1, c["names"][0]))),
-    ("names not sorted", _index(lambda c: c["names"].reverse())),
+    ("a name twice", _one_name_more(lambda names: names[-1])),
+    ("names not sorted", _one_name_more(lambda names: "")),
     ("a name a number", _index(lambda c: c["names"].__setitem__(0, 1))),
     *((f"dtype {value!r}", _every("dtype", value)) for value in ("float128", "", 1, None)),
     *(

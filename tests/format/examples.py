@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckptengine.format.digest import DIGEST_NBYTES, digest
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.index import build_index
 from ckptengine.format.manifest import IndexRef, Manifest, ShardRef, encode_manifest
 from ckptengine.format.names import AttemptId, RunId, shard_filename
-from ckptengine.format.shard import ShardHeader, TensorEntry, ViewEntry, encode_header, seal_header
+from ckptengine.format.shard import (
+    ShardHeader,
+    TensorEntry,
+    ViewEntry,
+    decode_header,
+    encode_header,
+    seal_header,
+)
 
 RUN = RunId(life=3, created_ms=1_700_000_000_000, nonce="0badf00d")
 ATTEMPT = AttemptId(RUN, save=12)
@@ -75,6 +84,34 @@ def sealed_header(*, rank: int = 0, codec: str = "raw") -> bytes:
     digests = [digest(data[start:stop]) for start, stop in spans]
     stored = [300, 4096, 5] if codec == "zstd" else None
     return seal_header(encode_header(header), digests, stored)
+
+
+def plain_header(codec: str = "raw") -> bytes:
+    """The smallest header that says something: one whole tensor of one rank, one block."""
+    header = replace(
+        shard_header(codec=codec),
+        world_size=1,
+        block_nbytes=16 << 20,
+        data_nbytes=4096,
+        tensors=(TensorEntry("weight", "float32", (1024,), 0, 4096),),
+        views=(),
+        replicas={},
+        tree={"weight": {"$": "t", "i": 0}},
+    )
+    return seal_header(encode_header(header), [digest(bytes(4096))], [17] if codec == "zstd" else None)
+
+
+def plain_manifest() -> bytes:
+    """The smallest manifest: one rank, no metadata, no index."""
+    whole = manifest()
+    shard = whole.shards[0]
+    return encode_manifest(
+        replace(whole, world_size=1, shards=(shard,), nbytes=shard.size, metadata=None, index=None)
+    )
+
+
+def plain_index() -> bytes:
+    return build_index([decode_header(plain_header(), path="")])
 
 
 def manifest() -> Manifest:

@@ -25,6 +25,12 @@ SOUND: dict[str, bytes] = {
     "manifest": examples.manifest_bytes(),
     "index": examples.index_bytes(),
 }
+PLAIN: dict[str, bytes] = {
+    "header": examples.plain_header(),
+    "compressed": examples.plain_header("zstd"),
+    "manifest": examples.plain_manifest(),
+    "index": examples.plain_index(),
+}
 DECODE: dict[str, Callable[[bytes], Any]] = {
     "header": lambda data: decode_header(data, path=PATH),
     "compressed": lambda data: decode_header(data, path=PATH),
@@ -44,6 +50,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("kind", SOUND)
 def test_sound_examples_are_accepted(kind: str) -> None:
     DECODE[kind](SOUND[kind])
+    DECODE[kind](PLAIN[kind])
 
 
 @pytest.mark.parametrize(("kind", "abuse"), cases())
@@ -62,6 +69,12 @@ def test_malformed_file_is_refused_by_name(kind: str, abuse: Abuse) -> None:
     assert PATH in str(caught.value)
     assert len(str(caught.value)) < 2000
     assert peak < 16_000_000 + 20 * len(data)
+
+
+@pytest.mark.parametrize(("kind", "abuse"), cases())
+def test_corpus_holds_for_plain_files_too(kind: str, abuse: Abuse) -> None:
+    with pytest.raises(abuse.error):
+        DECODE[kind](abuse.mutate(PLAIN[kind]))
 
 
 def test_names_of_the_corpus_are_unique() -> None:
