@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckptengine.adapters.assembly import Made, Request, Saved
+from ckptengine.adapters.assembly import Made, Request, SavedRanks
 from ckptengine.adapters.values import Decoder, decode_value
 from ckptengine.catalog.catalog import read_manifest, resolve
 from ckptengine.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
@@ -137,7 +137,7 @@ class CheckpointReader:
             header = self._header(self._checked(rank))
             if fqn not in header.leaf_names:
                 raise _unknown(fqn, header.leaf_names, f"tensor of rank {rank}")
-            made = Saved(request, rank, self._header).named(fqn)
+            made = SavedRanks(request, self._header)[rank].named(fqn)
             self._deliver(request)
             found = made()
             if not isinstance(found, torch.Tensor):
@@ -176,9 +176,9 @@ class CheckpointReader:
         """The state, as nested dicts, lists and values, with tensors on the CPU; objects as their
         `state_dict()`.
 
-        Without `rank`: every tensor whole. The structure and all values are rank 0's; keys that only other
-        ranks have are added. With `rank`: exactly what that rank saved: its own values, and of sharded
-        tensors its chunks, as plain tensors. Tied tensors come back tied.
+        Without `rank`: every tensor whole, as it was where no rank shards it. The structure and all values
+        are rank 0's; keys that only other ranks have are added. With `rank`: exactly what that rank saved:
+        its own values, and of sharded tensors its chunks, as plain tensors. Tied tensors come back tied.
         """
         with self._reading():
             return self._decode(self._tree(rank), rank, "state")
@@ -278,28 +278,34 @@ class CheckpointReader:
     def _decode(self, node: Any, rank: int | None, name: str) -> Any:
         """The state that a tree, or a part of it, stands for. All its bytes are read together."""
         request = Request()
+        saved = SavedRanks(request, self._header)
         made: dict[int, Made] = {}
         if rank is not None:
-            saved = Saved(request, rank, self._header)
-            for number in trees.leaves(node):
-                made[number] = saved.make(number)
+            made = {number: saved[rank].make(number) for number in trees.leaves(node)}
         else:
             tensors: dict[tuple[Piece, ...], Made] = {}
             for number in trees.leaves(node):
-                made[number] = self._whole(request, *self._merged_tree().leaves[number], tensors)
+                made[number] = self._whole(request, saved, *self._merged_tree().leaves[number], tensors)
         self._deliver(request)
         decoder = Decoder(lambda number: made[number](), root=name, allow_pickle=self._allow_pickle)
         return decoder.decode(node)
 
     def _whole(
-        self, request: Request, rank: int, number: int, fqn: str, tensors: dict[tuple[Piece, ...], Made]
+        self,
+        request: Request,
+        saved: SavedRanks,
+        rank: int,
+        number: int,
+        fqn: str,
+        tensors: dict[tuple[Piece, ...], Made],
     ) -> Made:
-        """A leaf of some rank's tree as a whole tensor; the same bytes give the same tensor, so that ties are
-        kept."""
+        """A leaf of some rank's tree, whole. The same bytes give the same tensor, so that ties are kept."""
         header = self._header(rank)
         if number < len(header.tensors) and header.tensors[number].kind is not None:
-            return request.value(rank, header.tensors[number])
+            return saved[rank].make(number)
         pieces = tuple(self._covering(fqn))
+        if not pieces[0].sharded:
+            return saved[pieces[0].rank].named(fqn)
         if pieces not in tensors:
             tensor = request.whole(pieces)
             tensors[pieces] = lambda: tensor

@@ -119,39 +119,46 @@ def strided(
     return buffer.as_strided(shape, stride)
 
 
+class SavedRanks(dict[int, "Saved"]):
+    """For each rank its leaves, as they were there. header: gives any rank's header."""
+
+    def __init__(self, request: Request, header: Callable[[int], ShardHeader]) -> None:
+        self._request = request
+        self._header = header
+
+    def __missing__(self, rank: int) -> Saved:
+        self[rank] = saved = Saved(self._request, self._header(rank), self)
+        return saved
+
+
 class Saved:
     """The leaves of one rank, as they were on that rank: its own chunks, with their strides and ties.
 
-    headers: gives any rank's header; a replica's bytes are in another shard.
+    ranks: the other ranks'; the bytes of a replica are in one of their shards.
     """
 
-    def __init__(self, request: Request, rank: int, headers: Callable[[int], ShardHeader]) -> None:
+    def __init__(self, request: Request, header: ShardHeader, ranks: SavedRanks) -> None:
         self._request = request
-        self._header = headers(rank)
-        self._headers = headers
-        self._leaves = leaves_of(self._header)
-        self._numbers = {name: i for i, name in enumerate(self._header.leaf_names)}
+        self._header = header
+        self._ranks = ranks
+        self._leaves = leaves_of(header)
+        self._numbers = {name: i for i, name in enumerate(header.leaf_names)}
+        self._replicas = list(header.replicas.items())
         self._made: dict[int, torch.Tensor] = {}
-        self._owners: dict[int, Saved] = {}
 
     def make(self, number: int) -> Made:
         """The leaf of this number in the rank's tree. Each is read once, however often it is asked for."""
         if number < len(self._header.tensors) and self._header.tensors[number].kind is not None:
             return self._request.value(self._header.rank, self._header.tensors[number])
         if number >= len(self._leaves):
-            name = self._header.leaf_names[number]
-            return self._owner(self._header.replicas[name]).named(name)
+            name, owner = self._replicas[number - len(self._leaves)]
+            return self._ranks[owner].named(name)
         tensor = self._tensor(number)
         return lambda: tensor
 
     def named(self, name: str) -> Made:
         """The leaf of this name; KeyError if the rank has none."""
         return self.make(self._numbers[name])
-
-    def _owner(self, rank: int) -> Saved:
-        if rank not in self._owners:
-            self._owners[rank] = Saved(self._request, rank, self._headers)
-        return self._owners[rank]
 
     def _tensor(self, number: int) -> torch.Tensor:
         made = self._made.get(number)
