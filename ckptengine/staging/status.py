@@ -67,14 +67,21 @@ class StatusPage:
 
     def read(self) -> bytes | None:
         """The newest whole message, or None if there is none (yet, or since `clear`)."""
+        best: tuple[int, bytes] | None = None
         for _ in range(_READ_TRIES):
-            valid = [found for found in map(self._slot, (0, 1)) if found]
-            if valid:
-                return max(valid)[1]
-            if self._is_blank():
+            slots = self._slot(0), self._slot(1)
+            found = max((slot for slot in slots if slot), default=None)
+            if found is not None:
+                best = max(best, found) if best else found
+                # With the other slot half written, this one is the newest only if it was not replaced
+                # meanwhile: else both were, one after the other, and a reader would see an older message than
+                # it has seen before.
+                if all(slots) or self._sequence(slots.index(found)) == found[0]:
+                    return best[1]
+            elif self._is_blank():
                 return None
             time.sleep(_READ_PAUSE_S)
-        return None
+        return best[1] if best else None
 
     def read_json(self) -> Any:
         """The newest message, decoded; None if there is none."""
@@ -95,6 +102,9 @@ class StatusPage:
         body = start + _HEAD.size
         message = bytes(self._page[body : body + nbytes])
         return (sequence, message) if _digest(sequence, message) == digest else None
+
+    def _sequence(self, index: int) -> int:
+        return int(_HEAD.unpack_from(self._page, index * self._slot_nbytes)[0])
 
     def _is_blank(self) -> bool:
         heads = (bytes(self._page[start : start + _HEAD.size]) for start in (0, self._slot_nbytes))

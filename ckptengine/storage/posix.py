@@ -52,20 +52,19 @@ class PosixStore:
         path = os.path.normpath(path)
         parent = os.path.dirname(path)
         changed: builtins.list[str] = []
-        for last_try in (n == _MAKE_DIRS_TRIES - 1 for n in range(_MAKE_DIRS_TRIES)):
+        for tries_left in reversed(range(_MAKE_DIRS_TRIES)):
             try:
                 _make_missing(path, changed)
                 break
             except FileNotFoundError as exc:  # another process removed a directory on the way, being empty
-                if last_try:
+                if not tries_left:
                     raise storage_error(exc, path, "make the directory") from exc
         # A new directory's name is lost in a crash unless its parent is synced. Whoever made one that exists
-        # may have died before doing so, therefore the last two levels (step and attempt) are synced in any
-        # case.
+        # may have died before that, so the last two levels (step and attempt) are synced in any case.
         for directory in dict.fromkeys((*changed, os.path.dirname(parent) or ".", parent or ".")):
             try:
                 durable.sync_dir(directory)
-            except (PermissionError, StorageError) as exc:
+            except StorageError as exc:
                 # A parent we may not open is one we made nothing in; EACCES there says nothing about our own.
                 if directory in changed or exc.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise

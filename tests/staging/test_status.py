@@ -115,6 +115,27 @@ def test_readers_beside_a_writer_see_whole_messages_in_order() -> None:
         thread.join()
 
 
+def test_a_reader_overtaken_between_the_slots_does_not_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = bytearray(4096)
+    writer, reader = StatusPage(memoryview(memory)), StatusPage(memoryview(memory))
+    for number in range(1, 6):
+        writer.write(b"%d" % number)
+    assert reader.read() == b"5"
+    real = StatusPage._slot
+    overtaken = []
+
+    def slot(page: StatusPage, index: int) -> tuple[int, bytes] | None:
+        if page is reader and index == 1 and not overtaken:
+            # After message 4 was read from slot 0, number 6 replaces it, and number 7 has begun to replace 5.
+            overtaken.append(True)
+            writer.write(b"6")
+            memory[2048 + 32] ^= 0xFF
+        return real(page, index)
+
+    monkeypatch.setattr(StatusPage, "_slot", slot)
+    assert reader.read() == b"6"
+
+
 def test_a_writer_process_killed_at_any_moment_leaves_a_whole_message() -> None:
     chance = random.Random(1)
     last = 0

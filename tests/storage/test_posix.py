@@ -517,6 +517,40 @@ while True:
         assert not is_temporary(".INDEX.0123456789abcdef.tmp", of=["MANIFEST.json"])
 
 
+class TestMakeDirs:
+    def synced(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> list[str]:
+        found: list[str] = []
+        real = durable.sync_dir
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "sync_dir", lambda path: (found.append(path), real(path)))
+            PosixStore().make_dirs(str(path))
+        return found
+
+    def test_parents_of_new_directories_are_synced_and_always_the_last_two(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        a, b, c = tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"
+        assert set(self.synced(monkeypatch, c)) == {str(tmp_path), str(a), str(b)}
+        # They may have been made by a process that died before it could sync them.
+        assert set(self.synced(monkeypatch, c)) == {str(a), str(b)}
+
+    def test_a_parent_that_cannot_be_opened_matters_only_if_it_was_changed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = durable.sync_dir
+
+        def sync_dir(path: str) -> None:
+            if path == str(tmp_path):
+                raise StorageError("could not fsync the directory", errno=errno.EACCES, path=path)
+            real(path)
+
+        (tmp_path / "a").mkdir()
+        monkeypatch.setattr(durable, "sync_dir", sync_dir)
+        PosixStore().make_dirs(str(tmp_path / "a" / "b"))
+        with pytest.raises(StorageError, match="fsync"):
+            PosixStore().make_dirs(str(tmp_path / "c"))
+
+
 class TestErrors:
     def test_a_storage_error_says_what_where_and_what_next(self, tmp_path: Path) -> None:
         error = None
