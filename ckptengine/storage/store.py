@@ -165,7 +165,7 @@ class Store(Protocol):
         ...
 
     def lock_shared(self, path: str) -> AbstractContextManager[bool]:
-        """Held by whoever reads a step, so that retention leaves it. Never waits.
+        """Held on a step's directory by whoever reads the step, so that retention leaves it. Never waits.
 
         Gives False if someone holds it exclusively (the step is being removed), True otherwise, also where
         the file system has no locks. Ends with the context or the process.
@@ -173,5 +173,5 @@ class Store(Protocol):
         ...
 
     def try_lock_exclusive(self, path: str) -> AbstractContextManager[bool]:
-        """Held by retention while it removes. Gives False if anyone holds it; else as `lock_shared`."""
+        """Held on a step's directory by retention. Gives False if anyone holds it; else as `lock_shared`."""
         ...
