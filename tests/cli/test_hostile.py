@@ -19,8 +19,8 @@ from tests.cli.conftest import Outcome, Run
 from tests.format.abuse import ABUSE, COMPRESSED_ABUSE, Abuse
 from tests.helpers.checkpoints import rewrite_manifest, write_checkpoint
 
-# The decoders are held to the whole corpus in tests/format; here every seventh case shows that what they raise
-# ends well, and the slow tests go through all.
+# The decoders are held to the whole corpus in tests/format; here every seventh case shows that what they
+# raise ends well, and the slow tests go through all.
 each = pytest.mark.parametrize(
     "each", [7, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
