@@ -53,6 +53,10 @@ class CheckpointError(Exception):
         self.actual = actual
         self.hint = hint
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # OSError's own would lose errno, which it keeps outside the instance's dictionary.
+        return _rebuilt, (type(self), {**self.__dict__, "errno": getattr(self, "errno", None)})
+
     def __str__(self) -> str:
         where = [
             f"{label} {value}"
@@ -72,6 +76,13 @@ class CheckpointError(Exception):
         if self.hint:
             text += f"; {self.hint}"
         return text
+
+
+def _rebuilt(cls: type[CheckpointError], attributes: dict[str, Any]) -> CheckpointError:
+    error = cls(attributes["message"])
+    for name, value in attributes.items():
+        setattr(error, name, value)
+    return error
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ckptengine.adapters.restore import Match, RestoreTarget
-from ckptengine.catalog.catalog import StepEntry, list_steps, read_manifest
+from ckptengine.catalog.catalog import StepEntry, list_steps
 from ckptengine.comm.group import COORDINATOR, Failure, Group
 from ckptengine.config import Config
 from ckptengine.errors import (
@@ -27,10 +27,12 @@ from ckptengine.errors import (
     StorageError,
 )
 from ckptengine.format.manifest import Manifest, ShardRef
-from ckptengine.format.names import MANIFEST_NAME, step_dirname
+from ckptengine.format.names import step_dirname
 from ckptengine.info import FallBack, RestoreInfo
 from ckptengine.read.reader import ReadStats, read_shard
 from ckptengine.read.shards import open_header, shard_path
+from ckptengine.read.step import held_manifest
+from ckptengine.read.step import held_manifest
 from ckptengine.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -94,6 +96,8 @@ def restore(
                 if step is not None:
                     raise
                 fell_back.append(FallBack(assignment.step, str(error), error.rank))
+                if candidates is not None:
+                    candidates.reject(assignment.step, str(error))
                 logger.warning(
                     "step %d is damaged, falling back to the one before it: %s", assignment.step, error
                 )
@@ -176,7 +180,11 @@ class _Candidates:
         self._world_size = world_size
         self._held = held
         self._entries: Iterator[StepEntry] | None = None
-        self._last_reason = ""
+        self._rejected: list[str] = []
+
+    def reject(self, step: int, reason: str) -> None:
+        """A step that was offered turned out to be damaged; for the error if no step is left."""
+        self._rejected.append(f"step {step}: {reason}")
 
     def next(self) -> list[bytes]:
         """The next committed step's assignments, one for each rank.
@@ -188,21 +196,20 @@ class _Candidates:
         if self._entries is None:
             self._entries = iter(self._find())
         for entry in self._entries:
-            # Held until the restore ends: retention, in whatever process, leaves the step alone meanwhile.
-            self._held.enter_context(self._store.lock_shared(f"{entry.path}/{MANIFEST_NAME}"))
             try:
-                manifest = read_manifest(self._store, entry.path)
+                # Held until the restore ends: retention, in whatever process, leaves the step alone meanwhile.
+                manifest = self._held.enter_context(held_manifest(self._store, entry.path))
             except (*DAMAGE, CheckpointNotFoundError, NotCommittedError) as error:
                 if self._step is not None:
                     raise
                 logger.warning("step %d cannot be used: %s", entry.step, error)
                 skipped.append((entry.step, str(error)))
+                self.reject(entry.step, str(error))
                 continue
             self._check_world(manifest, entry.path)
             return [_assignment(manifest, entry.path, ref, skipped) for ref in manifest.shards]
-        reasons = "; ".join(f"step {step}: {reason}" for step, reason in skipped)
         raise CorruptCheckpointError(
-            "no committed checkpoint could be restored" + (f" ({reasons})" if reasons else ""),
+            f"no committed checkpoint could be restored ({'; '.join(self._rejected)})",
             path=self._root,
             hint="run `ckpt verify` on each step; training was not restarted from scratch",
         )
