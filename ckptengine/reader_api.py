@@ -19,7 +19,12 @@ import torch
 from ckptengine.adapters.assembly import Made, Request, SavedRanks
 from ckptengine.adapters.values import Decoder, decode_value
 from ckptengine.catalog.catalog import read_manifest, resolve
-from ckptengine.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from ckptengine.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NotCommittedError,
+)
 from ckptengine.format.dtypes import safetensors_code
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.manifest import Manifest
@@ -198,13 +203,17 @@ class CheckpointReader:
                     path=self.path,
                     hint="open the checkpoint again",
                 ) from error
+            if isinstance(error, CheckpointError) and error.path is None:
+                error.path = self.path
             raise
 
     def _is_gone(self) -> bool:
         try:
             return read_manifest(self._store, self.path).fingerprint != self.manifest.fingerprint
-        except (CheckpointError, FileNotFoundError):
+        except (CheckpointNotFoundError, NotCommittedError):
             return True
+        except CheckpointError:  # it is there, and the error that was met says what is wrong
+            return False
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:

@@ -400,6 +400,22 @@ def test_several_chunks_on_one_rank_are_one_tensor(tmp_path: Path) -> None:
         assert c.load(rank=2)["w"] == ()
 
 
+def test_a_name_that_looks_like_a_part_is_a_name(tmp_path: Path) -> None:
+    save(tmp_path, {"w@0": torch.ones(3), "w": torch.zeros(2)})
+    with open_checkpoint(tmp_path) as c:
+        assert c.keys() == ["w", "w@0"]
+        assert torch.equal(c.get_tensor("w@0"), torch.ones(3))
+        assert torch.equal(c.load()["w@0"], torch.ones(3))
+
+
+def test_a_value_that_cannot_be_decoded_is_named_with_its_path(tmp_path: Path) -> None:
+    content = RankContent(tree={"deep": {"dtype": {"$": "dtype", "v": "no_such_dtype"}}})
+    step = write_checkpoint(tmp_path, 1, ranks=1, content=lambda rank, ranks: content)
+    with open_checkpoint(step) as c, pytest.raises(CorruptCheckpointError, match='"dtype"') as caught:
+        c.load()
+    assert caught.value.path == str(step)
+
+
 def test_values_are_had_by_name(tmp_path: Path) -> None:
     state = {
         "step": 7,

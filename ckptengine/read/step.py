@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from ckptengine.catalog.catalog import read_manifest
-from ckptengine.errors import CheckpointNotFoundError
+from ckptengine.errors import CheckpointNotFoundError, NotCommittedError
 from ckptengine.format.manifest import Manifest
 from ckptengine.storage.store import Store
+
+LOCK_WAIT_S = 5.0
+_LOCK_POLL_S = 0.005
 
 
 @contextmanager
@@ -18,14 +22,26 @@ def held_manifest(store: Store, step_path: str) -> Iterator[Manifest]:
     Raises what `read_manifest` raises, and CheckpointNotFoundError for a step that is being removed just now.
     Where the file system has no locks nothing is held, and a step that goes meanwhile shows as missing files.
     """
-    with ExitStack() as stack:
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        with ExitStack() as stack:
+            try:
+                held = stack.enter_context(store.lock_shared(step_path))
+            except FileNotFoundError:
+                read_manifest(store, step_path)  # raises, with the message for what is missing
+                raise
+            if held:
+                yield read_manifest(store, step_path)
+                return
+        # Retention also holds a step that stays, right after its commit, while it removes an attempt that was
+        # replaced. One that goes loses its manifest first.
         try:
-            held = stack.enter_context(store.lock_shared(step_path))
-        except FileNotFoundError:
-            read_manifest(store, step_path)  # raises, with the message for what is missing
-            raise
-        if not held:
+            read_manifest(store, step_path)
+            gone = time.monotonic() > deadline
+        except (NotCommittedError, CheckpointNotFoundError):
+            gone = True
+        if gone:
             raise CheckpointNotFoundError(
                 "the step is being removed", path=step_path, hint="open a newer one; `ckpt list` shows them"
             )
-        yield read_manifest(store, step_path)
+        time.sleep(_LOCK_POLL_S)

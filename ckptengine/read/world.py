@@ -53,12 +53,13 @@ def locate(headers: Iterable[ShardHeader]) -> dict[str, list[Piece]]:
     found: dict[str, list[Piece]] = {}
     for header in headers:
         for name, piece in pieces_of(header):
-            found.setdefault(tensor_name(name, piece.chunk), []).append(piece)
+            fqn = tensor_name(name, piece.chunk if piece.sharded else None)
+            found.setdefault(fqn, []).append(piece)
     return found
 
 
 def tensor_name(name: str, chunk: Chunk | None) -> str:
-    """The name of the tensor an entry is a part of.
+    """The name of the tensor an entry is, or is a part of (chunk: None where it is whole).
 
     One rank's several chunks of one tensor are told apart by their offsets, as in `weight@8_0`.
     """
