@@ -55,7 +55,8 @@ class CheckpointError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # OSError's own would lose errno, which it keeps outside the instance's dictionary.
-        return _rebuilt, (type(self), {**self.__dict__, "errno": getattr(self, "errno", None)})
+        outside = {"errno": self.errno} if isinstance(self, OSError) else {}
+        return _rebuilt, (type(self), {**self.__dict__, **outside})
 
     def __str__(self) -> str:
         where = [
