@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ from ckptengine.format.shard import ShardHeader
 from ckptengine.read.shards import open_header
 from ckptengine.storage.store import Store
 from ckptengine.write.messages import Receipt, WriteTask, failed_key, receipt_key
+
+logger = logging.getLogger(__name__)
 
 HEADER_READERS = 16
 FAILURE_POLL_S = 0.5
@@ -98,14 +101,15 @@ def commit(
         index=None,
     )
     headers = _check_shards(store, step_path, draft)
-    index = build_index(headers)
+    index = _index(headers, step_path)
     manifest = replace(
         draft,
         tensors=len(_tensor_names(headers)),
-        index=IndexRef(size=len(index), digest=hexdigest(index)),
+        index=None if index is None else IndexRef(size=len(index), digest=hexdigest(index)),
     )
     _refuse_if_overtaken(store, step_path, task)
-    store.publish(f"{step_path}/{INDEX_NAME}", index)
+    if index is not None:
+        store.publish(f"{step_path}/{INDEX_NAME}", index)
     path = f"{step_path}/{MANIFEST_NAME}"
     data = encode_manifest(manifest)
     # Read back before it counts, by the rules every reader applies; that also gives the fingerprint.
@@ -130,6 +134,15 @@ def _check_shards(store: Store, step_path: str, manifest: Manifest) -> list[Shar
         min(HEADER_READERS, len(manifest.shards)), thread_name_prefix="ckpt-commit"
     ) as pool:
         return list(pool.map(check, manifest.shards))
+
+
+def _index(headers: Sequence[ShardHeader], step_path: str) -> bytes | None:
+    """None where the format's bound does not allow one: readers then read the headers, slower."""
+    try:
+        return build_index(headers)
+    except ValueError as error:
+        logger.warning("%s is committed without INDEX: %s", step_path, error)
+        return None
 
 
 def _tensor_names(headers: Sequence[ShardHeader]) -> set[str]:
