@@ -4,8 +4,8 @@ Tensors whose byte extents overlap form a group. Within a group:
 
 - Tensors of the same address, shape, strides and dtype are one tensor with several names.
 - If one is in C order and covers the group, it is stored, and the others are views of it.
-- Else the memory from the first byte to the last is stored, as the tensor `<first name>#storage`, if that is no more
-  than the tensors would be one by one. All are views of it.
+- Else the memory from the first byte to the last is stored, as the tensor `<first name>#storage`, if that is
+  no more than the tensors would be one by one. All are views of it.
 - Else (a few columns of a wide matrix) each is stored by itself: the same bytes, but no longer shared.
 
 Tensors that merely lie in the same storage, side by side, are not tied.
@@ -41,8 +41,8 @@ def resolve_aliases(
 ) -> tuple[dict[int, StateItem], dict[int, ViewEntry], dict[int, StateItem]]:
     """Decide what is stored for each leaf, by its index.
 
-    `claim` makes a name unique. Returns the items, the views, and the items that are no leaf's own, by the index of the
-    leaf they are to be stored before.
+    `claim` makes a name unique. Returns the items, the views, and the items that are no leaf's own, by the
+    index of the leaf they are to be stored before.
     """
     items: dict[int, StateItem] = {}
     views: dict[int, ViewEntry] = {}
@@ -155,7 +155,9 @@ def _resolve_group(
 def _covering(
     leaves: Sequence[NamedLocal], same: dict[tuple[object, ...], list[int]], start: int, stop: int
 ) -> int | None:
-    """The first leaf in C order that holds all bytes of the group, with the others at whole elements of theirs."""
+    """The first leaf in C order that holds all bytes of the group, with the others at whole elements of
+    theirs.
+    """
     tensors = [leaves[indices[0]].local.tensor for indices in same.values()]
     if any((tensor.data_ptr() - start) % tensor.element_size() for tensor in tensors):
         return None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ckptengine.adapters.leaves import is_tie
+from ckptengine.adapters.placing import copy_into
 from ckptengine.adapters.tensors import torch_dtype
 from ckptengine.adapters.values import Decoder, large_value
 from ckptengine.format.entries import ShardHeader, TensorEntry, ViewEntry
@@ -17,10 +18,11 @@ from ckptengine.format.geometry import Chunk, c_strides
 def build(header: ShardHeader, fetch: Callable[[str], Any], *, allow_pickle: bool = False) -> Any:
     """The nested state of a shard's tree: containers, values, and tensors in full.
 
-    fetch: gives a name's whole tensor, in C order and of its global shape, on the CPU; for a large value (`kind`) its
-    bytes, as bytes or a uint8 tensor. Called once for each name that is needed. Objects come back as their `state_dict()`,
-    tensors with the strides they were saved with, and those that shared memory share it again, except where one is a
-    chunk of a larger tensor. Raises `UnsupportedStateError` for a pickled value unless `allow_pickle`.
+    fetch: gives a name's whole tensor, in C order and of its global shape, on the CPU; for a large value
+    (`kind`) its bytes, as bytes or a uint8 tensor. Called once for each name that is needed. Objects come
+    back as their `state_dict()`, tensors with the strides they were saved with, and those that shared memory
+    share it again, except where one is a chunk of a larger tensor. Raises `UnsupportedStateError` for a
+    pickled value unless `allow_pickle`.
     """
     return Decoder(_Leaves(header, fetch), allow_pickle=allow_pickle).decode(header.tree)
 
@@ -34,7 +36,8 @@ class _Leaves:
         ]
         self._by_name = {entry.name: entry for entry in header.tensors}
         self._fetch = fetch
-        # Those that other tensors are views of, by what the views are: of the tensor as it was, or of its bytes.
+        # Those that other tensors are views of, by what the views are: of the tensor as it was, or of its
+        # bytes.
         self._tied_to = {view.of for view in header.views}
         self._made: dict[str, torch.Tensor] = {}
 
@@ -46,9 +49,9 @@ class _Leaves:
             return self._view(entry)
         if entry.kind is not None:
             data = self._fetch(entry.name)
-            return large_value(
-                entry.kind, entry.descr, memoryview(data.numpy() if isinstance(data, torch.Tensor) else data)
-            )
+            if isinstance(data, torch.Tensor):
+                data = data.numpy()
+            return large_value(entry.kind, entry.descr, memoryview(data))
         return self._tensor(entry)
 
     def _tensor(self, entry: TensorEntry) -> torch.Tensor:
@@ -60,7 +63,7 @@ class _Leaves:
             if entry.stride is not None:
                 source = tensor
                 tensor = torch.empty_strided(entry.shape, entry.stride, dtype=source.dtype)
-                tensor.copy_(source)
+                copy_into(tensor, source)
             elif entry.name in self._tied_to and tensor.storage_offset():
                 # Views are made by offsets into its storage, which must begin where the tensor does.
                 tensor = tensor.clone()

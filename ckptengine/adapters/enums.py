@@ -35,7 +35,9 @@ def locate(member: Enum) -> tuple[str, str, str]:
 
 
 def look_up(module: str, qualname: str, name: str) -> Enum:
-    """The member; ValueError if there is none, or its module is neither loaded nor torch's or the standard library's."""
+    """The member; ValueError if there is none, or its module is neither loaded nor torch's or the standard
+    library's.
+    """
     found = sys.modules.get(module)
     if found is None:
         top = module.partition(".")[0]

@@ -1,12 +1,13 @@
 """How are a model and its optimizer saved so that each parameter's state is found by the parameter's name?
 
-An optimizer numbers its parameters, and with FSDP1 what it holds may be a flat parameter of many. `training_state` pairs
-it with the model: its state is keyed by the parameters' names, and a flat parameter's state is given in parts, like the
-flat parameter itself.
+An optimizer numbers its parameters, and with FSDP1 what it holds may be a flat parameter of many.
+`training_state` pairs it with the model: its state is keyed by the parameters' names, and a flat parameter's
+state is given in parts, like the flat parameter itself.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -23,16 +24,19 @@ from ckptengine.errors import StateMismatchError, UnsupportedStateError
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingState:
-    """The state of a model and its optimizer, as one object to put in a state: `{"train": training_state(m, o)}`.
+    """The state of a model and its optimizer, as one object to put in a state: `{"train": training_state(m,
+    o)}`.
 
-    model: plain, DDP, FSDP1 (with either `use_orig_params`) or FSDP2. optimizer: of parameters of the model. It restores
-    into an optimizer that has not made a step yet, too.
+    model: plain, DDP, FSDP1 (with either `use_orig_params`) or FSDP2. optimizer: of parameters of the model.
+    It restores into an optimizer that has not made a step yet, too.
     """
     return TrainingState(model, optimizer)
 
 
 class TrainingState(objects.StatefulAdapter):
-    """See `training_state`. Its state is `{"model": …, "optimizer": …}`, with the names of `model.state_dict()`."""
+    """See `training_state`. Its state is `{"model": …, "optimizer": …}`, with the names of
+    `model.state_dict()`.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().__init__()
@@ -52,10 +56,13 @@ class TrainingState(objects.StatefulAdapter):
         return state
 
     def load(self, loaded: dict[str, Any]) -> None:
-        """Take a state that `state_dict` of the same model, sharded in the same way, has returned."""
+        """Take a state that `state_dict` of the same model, sharded in the same way, has returned; it is
+        copied.
+        """
         _load_module(self._model, loaded["model"])
         if self._optimizer is not None:
-            self._optimizer.load(loaded["optimizer"])
+            # torch's optimizers take the tensors they are given as their own.
+            self._optimizer.load(copy.deepcopy(loaded["optimizer"]))
 
 
 class KeyedOptimizer(objects.StatefulAdapter):
@@ -124,7 +131,8 @@ class KeyedOptimizer(objects.StatefulAdapter):
         if part.param is not None:
             tensor = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype), device=flat.device)
         else:
-            # One tensor for the flat parameter, filled in parts; its padding is zero, as padding's gradients are.
+            # One tensor for the flat parameter, filled in parts; its padding is zero, as padding's gradients
+            # are.
             key = (id(part.flat_param), path[2:])
             if key not in self._fresh_flat:
                 self._fresh_flat[key] = torch.zeros_like(flat, dtype=torch_dtype(leaf.dtype))
@@ -171,7 +179,9 @@ class KeyedOptimizer(objects.StatefulAdapter):
         }
 
     def _owners(self) -> dict[int, list[tuple[str, FlatPart | None]]]:
-        """By the id of each parameter the optimizer holds: the names, several for a flat parameter, with their parts."""
+        """By the id of each parameter the optimizer holds: the names, several for a flat parameter, with
+        their parts.
+        """
         named: dict[int, list[tuple[str, FlatPart | None]]] = defaultdict(list)
         parts: dict[str, FlatPart] = {}
         if fsdp1.has_fsdp1(self._model):
@@ -200,7 +210,9 @@ def _like(chunk: LocalChunk, tensor: torch.Tensor) -> LocalChunk:
 
 
 def _parts_of(values: Any, part: FlatPart) -> dict[Any, Any]:
-    """One parameter's share of the state an optimizer keeps for what it holds; what is not sharded goes to each."""
+    """One parameter's share of the state an optimizer keeps for what it holds; what is not sharded goes to
+    each.
+    """
     held = fsdp1.local_flat(part.flat_param).shape if part.param is None else torch.Size([part.nelem])
     share: dict[Any, Any] = {}
     for key, value in values.items():

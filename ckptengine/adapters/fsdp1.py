@@ -1,10 +1,10 @@
 """What does an FSDP1 module hold on this rank, parameter by parameter, without a collective?
 
 FSDP1 keeps the parameters of a wrapped module in one flat parameter, of which each rank has a range. Its own
-`state_dict()` is no way to get at it: FULL and SHARDED gather the parameters, and LOCAL, besides storing the flat
-parameter under a name of FSDP's, joins an `all_gather_object` for each one to build a ShardedTensor. So the modules are
-walked here as `nn.Module.state_dict` does, with FSDP's hooks left out, and each original parameter is given as the range
-of it that lies in this rank's flat parameter.
+`state_dict()` is no way to get at it: FULL and SHARDED gather the parameters, and LOCAL, besides storing the
+flat parameter under a name of FSDP's, joins an `all_gather_object` for each one to build a ShardedTensor. So
+the modules are walked here as `nn.Module.state_dict` does, with FSDP's hooks left out, and each original
+parameter is given as the range of it that lies in this rank's flat parameter.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _WRAPPED = "_fsdp_wrapped_module"
 class FlatPart:
     """An original parameter's place in a flat parameter.
 
-    flat_param: what the optimizer holds with `use_orig_params=False`. param: what it holds with True; else None.
-    start, nelem: the range of this rank's flat parameter, in elements. chunk: that range, as part of the original
-    parameter. tied: this is another name of a parameter that has a part already.
+    flat_param: what the optimizer holds with `use_orig_params=False`. param: what it holds with True; else
+    None. start, nelem: the range of this rank's flat parameter, in elements. chunk: that range, as part of
+    the original parameter. tied: this is another name of a parameter that has a part already.
     """
 
     flat_param: torch.Tensor
@@ -55,9 +55,11 @@ def has_fsdp1(module: nn.Module) -> bool:
 
 
 def named_state(module: nn.Module) -> tuple[OrderedDict[str, Any], dict[str, FlatPart]]:
-    """`module.state_dict(keep_vars=True)`, with each flattened parameter as a `LocalChunk` under its own name.
+    """`module.state_dict(keep_vars=True)`, with each flattened parameter as a `LocalChunk` under its own
+    name.
 
     Also returns, by the same names, where in which flat parameter each of these lies.
+
     """
     parts = _flat_parts(module)
     by_chunk = {id(part.chunk): part for owned in parts.values() for _, part in owned}
@@ -68,23 +70,34 @@ def named_state(module: nn.Module) -> tuple[OrderedDict[str, Any], dict[str, Fla
 
 
 def set_extra_state(module: nn.Module, values: dict[str, Any]) -> list[str]:
-    """Give each module its `_extra_state`, by the names of `named_state`; returns the names that are no module's."""
+    """Give each module its `_extra_state`, by the names of `named_state`; returns the names that are no
+    module's.
+    """
     left = dict(values)
     for prefix, child in _named_modules(module, ""):
         key = f"{prefix}_extra_state"
-        if key in left:
+        # A wrapper and what it wraps have the same prefix.
+        if key in left and type(child).set_extra_state is not nn.Module.set_extra_state:
             child.set_extra_state(left.pop(key))
     return list(left)
 
 
 def reshard(module: nn.Module) -> None:
-    """Drop gathered parameters, which would hide what is written to this rank's part of them.
+    """Drop gathered parameters, or the next forward pass would use them and not what is written to this
+    rank's part.
 
     A forward pass without a backward leaves those of the root module gathered.
+
     """
     for child in module.modules():
         handle = getattr(child, "_handle", None) if _is_fsdp1(child) else None
-        if handle is not None and handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+        if (
+            handle is None
+            or not handle.uses_sharded_strategy
+            or not hasattr(handle.flat_param, "_local_shard")
+        ):
+            continue
+        if not handle.needs_unshard():
             handle.reshard(True)
             handle.post_reshard()
 
@@ -151,8 +164,9 @@ def _flat_parts(module: nn.Module) -> dict[int, list[tuple[str, FlatPart]]]:
             shape = tuple(flat._shapes[index])
             shard = flat._shard_param_infos[index]
             start, nelem = (shard.offset_in_shard, shard.numel_in_shard) if shard.in_shard else (0, 0)
-            # A parameter that is not in C order is flattened in the order of its memory: what the flat elements mean is
-            # then FSDP's own matter, and the chunk is given as one of a one-dimensional tensor.
+            # A parameter that is not in C order is flattened in the order of its memory: what the flat
+            # elements mean is then FSDP's own matter, and the chunk is given as one of a one-dimensional
+            # tensor.
             contiguities = getattr(flat, "_contiguities", None)
             in_c_order = contiguities is None or contiguities[index]
             chunk = LocalChunk(
@@ -166,7 +180,8 @@ def _flat_parts(module: nn.Module) -> dict[int, list[tuple[str, FlatPart]]]:
             primary[id(info.module), info.param_name] = part
             owned[id(info.module)].append((info.param_name, part))
         for shared in flat._shared_param_infos:
-            # A name of its own, so that each name has its own chunk; the memory is the same and is stored once.
+            # A name of its own, so that each name has its own chunk; the memory is the same and is stored
+            # once.
             part = primary[id(shared.prim_module), shared.prim_param_name]
             chunk = part.chunk
             again = LocalChunk(chunk.tensor, chunk.global_shape, chunk.offsets, chunk.flat_of)

@@ -14,7 +14,9 @@ from ckptengine.format.shard import ViewEntry
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateItem:
-    """One range of the data section. Fields as in `TensorEntry`; `source` has the bytes, in any layout if a tensor."""
+    """One range of the data section. Fields as in `TensorEntry`; `source` has the bytes, in any layout if a
+    tensor.
+    """
 
     name: str
     dtype: str
@@ -33,8 +35,8 @@ class StateItem:
 class FlatState:
     """A state as it is stored.
 
-    Leaf i of the tree is the i-th of: items, then views, then replicas. Values are in the tree, encoded, and do not
-    change any more; the items' tensors are the caller's own until they are copied.
+    Leaf i of the tree is the i-th of: items, then views, then replicas. Values are in the tree, encoded, and
+    do not change any more; the items' tensors are the caller's own until they are copied.
     """
 
     tree: Any

@@ -18,8 +18,8 @@ from ckptengine.format.tree import TAG
 class Leaf:
     """A stored tensor, or a large value (`kind`).
 
-    start: its first byte in the data section. stride: of its elements there. source_stride: of the tensor it was, if
-    dense but not in C order. shard: the rank whose shard holds the bytes, None for the header's own.
+    start: its first byte in the data section. stride: of its elements there. source_stride: of the tensor it
+    was, if dense but not in C order. shard: the rank whose shard holds the bytes, None for the header's own.
     """
 
     name: str
@@ -66,7 +66,9 @@ class Leaf:
 
 
 def leaves_of(header: ShardHeader) -> list[Leaf]:
-    """The leaves by their index in the tree, without the replicas, whose bytes and shapes are another shard's."""
+    """The leaves by their index in the tree, without the replicas, whose bytes and shapes are another
+    shard's.
+    """
     bases = {entry.name: entry for entry in header.tensors}
     return [
         *(_of_tensor(entry) for entry in header.tensors),
@@ -116,7 +118,9 @@ def is_tie(view: ViewEntry, base: TensorEntry) -> bool:
 
 
 def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Do the strides mean the same layout? Those of dimensions of size 1 do not matter, nor any of an empty tensor."""
+    """Do the strides mean the same layout? Those of dimensions of size 1 do not matter, nor any of an empty
+    tensor.
+    """
     return a == b or 0 in shape or all(size == 1 or p == q for size, p, q in zip(shape, a, b, strict=True))
 
 

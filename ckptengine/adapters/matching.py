@@ -1,10 +1,10 @@
 """Does a stored tree fit a target, and what goes where?
 
-Target and tree are walked together, by key, not by name. Dicts are structure: their keys must agree. Lists and tuples
-that hold tensors are structure too; without tensors they are values, and may have changed their length. A value is
-replaced by what was stored, whatever its type, in the dict or list that holds it; a list, set, bytearray or array is
-changed in place. `None` stands for any value without tensors. Nothing is changed here: all that is to be done after the
-read is collected.
+Target and tree are walked together, by key, not by name. Dicts are structure: their keys must agree. Lists
+and tuples that hold tensors are structure too; without tensors they are values, and may have changed their
+length. A value is replaced by what was stored, whatever its type, in the dict or list that holds it; a list,
+set, bytearray or array is changed in place. `None` stands for any value without tensors. Nothing is changed
+here: all that is to be done after the read is collected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class _Keep:
 
 KEEP = _Keep()
 Outcome = _Keep | Callable[[], Any]
-"""What becomes of a target's value: it stays, or its holder gets what the function returns, after the read."""
+"""What becomes of a target's value: it stays, or its holder gets what the function returns, after the read.
+"""
 
 
 @dataclass(slots=True)
@@ -43,7 +44,9 @@ class Differences:
 
 
 class Matcher:
-    """Walks one target and one tree. After `match`: `differences`, `placements` and, for after the read, `actions`."""
+    """Walks one target and one tree. After `match`: `differences`, `placements` and, for after the read,
+    `actions`.
+    """
 
     def __init__(self, leaves: list[Leaf | None], *, allow_pickle: bool) -> None:
         self._leaves = leaves
@@ -170,7 +173,9 @@ class Matcher:
         return get
 
     def _value(self, node: Node, path: tuple[Any, ...]) -> Callable[[], Any]:
-        """What a node without tensors stands for; a malformed one, or a forbidden pickle, is an error right away."""
+        """What a node without tensors stands for; a malformed one, or a forbidden pickle, is an error right
+        away.
+        """
         value = self._decoder(path).decode(node)
         indices = leaf_indices(node)
         if not indices:
@@ -236,8 +241,8 @@ class Matcher:
     ) -> Callable[[], Any]:
         """A state that is taken as it was stored.
 
-        Its tensors are the current state's where that has one that fits, else new ones. The function may be called before
-        the read too: the tensors and large values are then not filled yet.
+        Its tensors are the current state's where that has one that fits, else new ones. The function may be
+        called before the read too: the tensors and large values are then not filled yet.
         """
         filled: dict[int, Any] = {}
 
@@ -253,7 +258,7 @@ class Matcher:
             if value is None and leaf.chunk is not None:
                 self._differs(
                     tuple(decoder.path),
-                    "a chunk of a sharded tensor is stored, and the object neither has such a tensor yet nor can it be "
+                    "a chunk of a sharded tensor is stored; the object has no such tensor yet, and cannot be "
                     "told how to make one; let it build its state first, or use training_state",
                 )
             if value is None:
@@ -287,7 +292,7 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InPlace:
-    """Puts a value into a mutable one of the same kind, and returns that; where it cannot, the value itself."""
+    """Puts a value into a mutable one of the same kind and returns that; if it cannot, the value."""
 
     target: Any
     get: Callable[[], Any]

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-# Void, bytes, str, the numbers and the dates. Not objects, nor what extensions add, whose description is not theirs.
+# Void, bytes, str, the numbers and the dates. Not objects, nor what extensions add, whose description is not
+# theirs.
 _KINDS = frozenset("biufcmMSUV")
 
 
@@ -55,7 +56,8 @@ def unpack_array(
         raise ValueError(f"{len(data)} bytes for an array of shape {tuple(shape)} and dtype {dtype}")
     array: np.ndarray[Any, Any] = np.empty(shape, dtype, order="F" if fortran else "C")
     if data:
-        # Both sides as flat bytes in memory order: assigning elements would not carry the padding of a struct.
+        # Both sides as flat bytes in memory order: assigning elements would not carry the padding of a
+        # struct.
         array.reshape(-1, order="A").view(np.uint8)[:] = np.frombuffer(data, np.uint8)
     return array
 
@@ -64,7 +66,8 @@ def pack_scalar(value: np.generic) -> tuple[Any, bytes]:
     """`(description, bytes)`."""
     if type(value) is not value.dtype.type:
         raise ValueError(f"type {type(value).__qualname__}")
-    return pack_dtype(value.dtype), value.tobytes()
+    # An empty str_ has an item size of 0, and bytes nevertheless.
+    return pack_dtype(value.dtype), value.tobytes()[: value.dtype.itemsize]
 
 
 def unpack_scalar(descr: Any, data: bytes) -> Any:
@@ -76,7 +79,9 @@ def _listed(descr: Any) -> Any:
 
 
 def _unlisted(descr: Any) -> Any:
-    """A description as numpy wants it: a str, or a list of fields `(name or (title, name), description[, shape])`."""
+    """A description as numpy wants it: a str, or a list of fields `(name or (title, name), description[,
+    shape])`.
+    """
     if type(descr) is str:
         return descr
     if type(descr) is not list:

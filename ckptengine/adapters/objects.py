@@ -1,8 +1,8 @@
 """How is the state of an object taken, and given back?
 
-An object with `state_dict` and `load_state_dict` is stored as what its `state_dict()` returns. On restore an object is
-either *closed*, a module, whose tensors are all there and must match; or *open*, an optimizer or anything else, which
-takes whatever was stored.
+An object with `state_dict` and `load_state_dict` is stored as what its `state_dict()` returns. On restore an
+object is either *closed*, a module, whose tensors are all there and must match; or *open*, an optimizer or
+anything else, which takes whatever was stored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def state_dict_of(value: Any) -> Any:
 
 
 def module_state(module: nn.Module) -> Any:
-    """`module.state_dict()`; with FSDP1 inside, its flattened parameters as `LocalChunk`s under their own names."""
+    """`module.state_dict()`; with FSDP1 inside, its flattened parameters as `LocalChunk`s under their own
+    names.
+    """
     if not fsdp1.has_fsdp1(module):
         return module.state_dict()
     named, _ = fsdp1.named_state(module)
@@ -49,7 +51,7 @@ def _detached(value: Any) -> Any:
 
 
 class Adapter(Protocol):
-    """An object as a restore target. Once per restore: `state`, then `problems`, and after the read `load`."""
+    """An object as a restore target. Once per restore: `state`, `problems` and, after the read, `load`."""
 
     def parts(self) -> dict[str, Any] | None:
         """The objects it is made of, each restored by itself; None if it is one."""
@@ -61,7 +63,9 @@ class Adapter(Protocol):
         """Why `loaded` (whose tensors are not filled yet) cannot be loaded; for open objects."""
 
     def fresh(self, path: tuple[Any, ...], leaf: Leaf) -> Any:
-        """Something to fill for a stored tensor that the object has no place for yet; None: a plain tensor will do."""
+        """Something to fill for a stored tensor that the object has no place for yet; None: a plain tensor
+        will do.
+        """
 
     def load(self, loaded: Any) -> None:
         """Open: take the whole state. Closed: take the entries that are not in place already."""
@@ -116,7 +120,7 @@ class ModuleAdapter(_Whole):
             left = fsdp1.set_extra_state(self._module, loaded)
             if left:
                 raise StateMismatchError(
-                    "an FSDP module's state holds entries that are neither parameters, buffers nor extra state",
+                    "an FSDP module's state holds what is neither parameter, buffer nor extra state",
                     unexpected=tuple(left),
                 )
             return
@@ -183,7 +187,9 @@ class OptimizerAdapter(AnyAdapter):
 
 
 def state_like(param: torch.Tensor, leaf: Leaf) -> Any:
-    """An empty tensor for a stored optimizer state of a parameter: sharded as the parameter is, if it was sharded so."""
+    """An empty tensor for a stored optimizer state of a parameter: sharded as the parameter is, if it was
+    sharded so.
+    """
     device = param.device
     dtype = torch_dtype(leaf.dtype)
     if isinstance(param, DTensor) and leaf.placement is not None:
@@ -200,15 +206,16 @@ def state_like(param: torch.Tensor, leaf: Leaf) -> Any:
             )
     if leaf.chunk is not None:
         return None
-    # Not torch.empty_like: what is not of the parameter's shape (a step) stays where torch has it, on the CPU.
+    # Not torch.empty_like: what is not of the parameter's shape (a step) stays where torch has it, on the
+    # CPU.
     return torch.empty(leaf.shape, dtype=dtype, device=device if leaf.shape == tuple(param.shape) else "cpu")
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
     """`optimizer.load_state_dict(loaded)`, with every state in the dtype it was stored in.
 
-    torch casts a floating-point state to its parameter's dtype, which would round the float32 moments of a bfloat16
-    parameter.
+    torch casts a floating-point state to its parameter's dtype, which would round the float32 moments of a
+    bfloat16 parameter.
     """
     optimizer.load_state_dict(loaded)
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,4 +1,4 @@
-"""How do tensors leave the GPU? Into the arena itself, registered as pinned memory, on a stream of their own."""
+"""How do tensors leave the GPU? Into the arena, registered as pinned memory, on their own stream."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 def copy_from_device(
     tensors: Sequence[tuple[torch.Tensor, int]], payload: memoryview, address: int
 ) -> Callable[[], None]:
-    """Start copying `(tensor, offset into payload)` in C order; the returned call waits until the bytes are there.
+    """Start copying `(tensor, offset into payload)` in C order; the returned call waits until the bytes are
+    there.
 
-    The copies wait for the work queued on each device's current stream, so they see what the caller sees; work queued
-    there later does not wait for them, so the caller must not change the tensors before the returned call has returned.
+    The copies wait for the work queued on each device's current stream, so they see what the caller sees;
+    work queued there later does not wait for them, so the caller must not change the tensors before the
+    returned call has returned.
     """
     # A mutable buffer for torch; its memory is the payload's.
     memory = torch.frombuffer(payload, dtype=torch.uint8)
@@ -53,9 +55,11 @@ def copy_from_device(
 
 
 def pin(address: int, nbytes: int) -> bool:
-    """Register memory with CUDA, so that copies from the device are direct and asynchronous; False if CUDA refuses.
+    """Register memory with CUDA, so that copies from the device are direct and asynchronous; False if CUDA
+    refuses.
 
     Also true if it is registered already. `unpin` it before it is unmapped.
+
     """
     if not torch.cuda.is_available():
         return False

@@ -1,8 +1,9 @@
 """Where do the bytes of each leaf go? Straight into the tensors that are to hold them, wherever that can be.
 
-A CPU tensor in C order is read into directly. Any other is read into a buffer of its own and copied after the read, when
-every byte is known to be good. Tensors that share memory are read once where they share it in the checkpoint too; where
-they do not, all are read into buffers and, after the copy, each is checked to hold what was stored for it.
+A CPU tensor in C order is read into directly. Any other is read into a buffer of its own and copied after the
+read, when every byte is known to be good. Tensors that share memory are read once where they share it in the
+checkpoint too; where they do not, all are read into buffers and, after the copy, each is checked to hold what
+was stored for it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Placement:
 
 @dataclass(slots=True, eq=False)
 class _Staged:
-    """A leaf that is read into a buffer first. checked: the tensor shares memory with others, or with itself."""
+    """A leaf that is read into a buffer. checked: the tensor shares memory, with others or itself."""
 
     placement: Placement
     source: torch.Tensor
@@ -86,7 +87,9 @@ class _Staged:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """Destinations, by the shard they are read from (None: the rank's own), and what is left to do after the read."""
+    """Destinations, by the shard they are read from (None: the rank's own), and what is left to do after the
+    read.
+    """
 
     destinations: dict[int | None, list[Destination]] = field(default_factory=lambda: defaultdict(list))
     _direct: list[torch.Tensor] = field(default_factory=list)
@@ -111,11 +114,12 @@ class Plan:
             )
             if wrong:
                 raise StateMismatchError(
-                    f"{len(wrong)} tensors of the target share memory, but different values are stored for them: "
+                    f"{len(wrong)} tensors of the target share memory but are stored with different values: "
                     f"{', '.join(wrong[:10])}; the target has been written to",
                     mismatched=wrong,
                 )
-            # The bytes were written behind autograd's back; what was saved for a backward pass before is stale.
+            # The bytes were written behind autograd's back; what was saved for a backward pass before is
+            # stale.
             touched = [tensor for tensor in self._direct if not tensor.is_inference()]
             if touched:
                 torch.autograd.graph.increment_version(touched)
@@ -206,8 +210,10 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    left, right = (
-        tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
-        for tensor in (a, b)
-    )
-    return torch.equal(left, right)
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    elements = plain(tensor.detach().resolve_conj().resolve_neg())
+    # Not contiguous(): a tensor of one element may have any stride, and could then not be viewed as bytes.
+    return torch.empty(elements.shape, dtype=elements.dtype).copy_(elements).view(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """How does a checkpoint get into a state that is already there?
 
-`RestoreTarget(state)`, then for each candidate checkpoint `match`, read the destinations, `apply`. Until the read begins
-the target is untouched, and everything that does not fit has been reported at once.
+`RestoreTarget(state)`, then for each candidate checkpoint `match`, read the destinations, `apply`. Until the
+read begins the target is untouched, and everything that does not fit has been reported at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SHOWN = 20
 class Match:
     """What a checkpoint that fits the target is to be read into.
 
-    destinations: in this rank's own shard. missing, unexpected: keys of the target only and of the checkpoint only, left
-    alone with `strict=False`.
+    destinations: in this rank's own shard. missing, unexpected: keys of the target only and of the checkpoint
+    only, left alone with `strict=False`.
     """
 
     destinations: list[Destination]
@@ -36,7 +36,9 @@ class Match:
     _actions: list[Callable[[], object]] = field(default_factory=list)
 
     def apply(self) -> None:
-        """After the read: fill what could not be read in place, put the values where they belong, load the objects."""
+        """After the read: fill what could not be read in place, put the values where they belong, load the
+        objects.
+        """
         self._plan.finish()
         for action in self._actions:
             action()
@@ -48,8 +50,8 @@ class RestoreTarget:
     def __init__(self, state: Any, *, allow_pickle: bool = False) -> None:
         if not (isinstance(state, dict | list | tuple) or objects.is_stateful(state)):
             raise UnsupportedStateError(
-                f"a restore target is a dict, list or tuple, or an object with state_dict and load_state_dict, not a "
-                f"{type(state).__qualname__}",
+                "a restore target is a dict, list or tuple, or an object with state_dict and "
+                f"load_state_dict, not a {type(state).__qualname__}",
                 hint='pass {"name": value}',
             )
         self._state = state
@@ -58,10 +60,11 @@ class RestoreTarget:
     def match(
         self, header: ShardHeader, *, strict: bool = True, path: str | None = None, rank: int | None = None
     ) -> Match:
-        """Compare the target with a shard's tree and plan the read. May be called again, for another checkpoint.
+        """Compare the target with a shard's tree and plan the read. May be called again, for another
+        checkpoint.
 
-        strict: keys on one side only are an error. path, rank: for the error. Raises `StateMismatchError` with all
-        differences.
+        strict: keys on one side only are an error. path, rank: for the error. Raises `StateMismatchError`
+        with all differences.
         """
         own = leaves_of(header)
         leaves: list[Leaf | None] = [*own, *([None] * (len(header.leaf_names) - len(own)))]
@@ -70,7 +73,7 @@ class RestoreTarget:
         found = matcher.differences
         if outcome is not KEEP:
             found.mismatched.append(
-                "the state itself is immutable and holds values that would have to be replaced; pass it in a list or dict"
+                "the state is a tuple with values that would have to be replaced; pass it in a list or dict"
             )
         if found.mismatched or (strict and (found.missing or found.unexpected)):
             raise _mismatch(found, strict, path, rank)

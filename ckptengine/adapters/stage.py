@@ -24,8 +24,8 @@ def copy_items(
 ) -> None:
     """Copy each item to its offset in `payload`, a writable memory of bytes; return when all bytes are there.
 
-    CPU tensors are copied by `threads` threads (default: up to four, as the CPUs allow); CUDA tensors on a side stream
-    that waits for the current one.
+    CPU tensors are copied by `threads` threads (default: up to four, as the CPUs allow); CUDA tensors on a
+    side stream that waits for the current one.
     """
     if not items:
         return

@@ -1,7 +1,8 @@
 """How is a state taken apart into what is stored?
 
-`flatten` walks nested containers in order. Values are encoded at once; tensors become leaves, named by their keys joined
-with dots; objects with `state_dict` and `load_state_dict` are taken as what `state_dict()` returns.
+`flatten` walks nested containers in order. Values are encoded at once; tensors become leaves, named by their
+keys joined with dots; objects with `state_dict` and `load_state_dict` are taken as what `state_dict()`
+returns.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import xxhash
 from ckptengine.adapters import objects
 from ckptengine.adapters.aliases import NamedLocal, resolve_aliases
 from ckptengine.adapters.items import FlatState, StateItem, value_item
+from ckptengine.adapters.keypath import STATE_DICT
 from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
-from ckptengine.adapters.values import STATE_DICT, Encoder, Node
+from ckptengine.adapters.values import Encoder, Node
 from ckptengine.errors import UnsupportedStateError
 from ckptengine.format.layout import PAD_PREFIX
 from ckptengine.format.shard import METADATA_KEY
@@ -31,9 +33,9 @@ __all__ = ["FlatState", "StateItem", "flatten"]
 def flatten(state: Any, *, allow_pickle: bool = False) -> FlatState:
     """Take a state apart; no tensor is copied, and nothing is communicated.
 
-    state: a dict, list or tuple, nested, of tensors and values, or an object with `state_dict`/`load_state_dict`. Values
-    are final when this returns; tensors may change until they are copied. Raises `UnsupportedStateError` with the key
-    path of what cannot be stored.
+    state: a dict, list or tuple, nested, of tensors and values, or an object with
+    `state_dict`/`load_state_dict`. Values are final when this returns; tensors may change until they are
+    copied. Raises `UnsupportedStateError` with the key path of what cannot be stored.
     """
     if not (isinstance(state, dict | list | tuple) or objects.is_stateful(state)):
         raise UnsupportedStateError(
@@ -50,8 +52,9 @@ def flatten(state: Any, *, allow_pickle: bool = False) -> FlatState:
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """A few objects for each tensor, all of them kept, make the collector walk the whole heap again and again: half of the
-    time for 20,000 tensors."""
+    """A few objects for each tensor, all of them kept, make the collector walk the whole heap again and
+    again: half of the time for 20,000 tensors.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -91,9 +94,9 @@ class _Walk(Encoder):
         return node
 
     def claim(self, name: str, path: Sequence[Any] = ()) -> str:
-        """The name itself, or with a suffix if it is reserved or another leaf's; the same in every process."""
+        """The name, with a suffix if it is reserved or another leaf's; the same in every process."""
         if name in self._names or name.startswith(PAD_PREFIX):
-            typed = msgspec.json.encode([self._key(key) for key in path if key is not STATE_DICT])
+            typed = msgspec.json.encode([self._key(key, 0) for key in path if key is not STATE_DICT])
             plain = name
             for salt in range(1 << 16):
                 name = f"{plain}#{xxhash.xxh3_64_hexdigest(typed, seed=salt)[:8]}"

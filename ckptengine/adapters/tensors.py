@@ -1,7 +1,7 @@
 """Which bytes of which global tensor does a tensor hold here?
 
-Plain tensors are whole; a `DTensor`, a `ShardedTensor` and a `LocalChunk` hold a chunk. What is taken from each is its
-local tensor, without a copy and without communication.
+Plain tensors are whole; a `DTensor`, a `ShardedTensor` and a `LocalChunk` hold a chunk. What is taken from
+each is its local tensor, without a copy and without communication.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from ckptengine.format.geometry import Chunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalChunk:
-    """A tensor that is a chunk of a larger one, for a state that shards its tensors by other means than torch's.
+    """A tensor that is a chunk of a larger one, for a state that shards its tensors by other means than
+    torch's.
 
-    tensor: this rank's part. global_shape, offsets: where it lies in the whole. With `flat_of`, the whole is the
-    flattened tensor of that shape: `global_shape` is `(numel,)`.
+    tensor: this rank's part. global_shape, offsets: where it lies in the whole. With `flat_of`, the whole is
+    the flattened tensor of that shape: `global_shape` is `(numel,)`.
     """
 
     tensor: torch.Tensor
@@ -50,8 +51,8 @@ class LocalChunk:
 class Local:
     """The part of a tensor that is here.
 
-    tensor: dense and strided, conjugation and negation resolved. chunk: None if it is whole. part: for a tensor with
-    several parts on one rank, what tells this one from the others.
+    tensor: dense and strided, conjugation and negation resolved. chunk: None if it is whole. part: for a
+    tensor with several parts on one rank, what tells this one from the others.
     """
 
     tensor: torch.Tensor
@@ -94,10 +95,11 @@ def is_tensor(value: Any) -> bool:
 
 
 def extract(value: Any, *, in_place: bool = False) -> list[Local]:
-    """The parts of a tensor on this rank: one, except for a `ShardedTensor` of which this rank has none or several.
+    """The parts of a tensor on this rank: one, except for a `ShardedTensor` of which this rank has none or
+    several.
 
-    in_place: the parts are to be written to, so that they have to be the value's own memory. ValueError, without the
-    tensor's name, for a tensor that cannot be stored.
+    in_place: the parts are to be written to, so that they have to be the value's own memory. ValueError,
+    without the tensor's name, for a tensor that cannot be stored.
     """
     if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
         local = Local(_checked(value))
@@ -190,7 +192,9 @@ def chunk_at(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> Chunk:
-    """The chunk at a coordinate of a mesh; pure. (A mesh is no key of the cache: its coordinate is this rank's.)"""
+    """The chunk at a coordinate of a mesh; pure. (A mesh is no key of the cache: its coordinate is this
+    rank's.)
+    """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
         splits = [
@@ -200,7 +204,8 @@ def chunk_at(
         ]
         if all(type(placement) is Shard for placement, _, _ in splits):
             for _, count, index in splits:
-                # torch.chunk's rule: all parts but the last are of the same size, and the last ones may be empty.
+                # torch.chunk's rule: all parts but the last are of the same size, and the last ones may be
+                # empty.
                 part = -(-sizes[dim] // count)
                 start = min(part * index, sizes[dim])
                 offsets[dim] += start
@@ -211,7 +216,9 @@ def chunk_at(
 
 
 def _strided_range(dim: int, size: int, splits: Sequence[tuple[Placement, int, int]]) -> tuple[int, int]:
-    """`(offset, size)` of what placements that include a strided one leave of a dimension, by splitting its indices."""
+    """`(offset, size)` of what placements that include a strided one leave of a dimension, by splitting its
+    indices.
+    """
     indices = torch.arange(size).view((1,) * dim + (size,))
     for placement, count, index in splits:
         split: Any = placement

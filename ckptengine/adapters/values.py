@@ -1,13 +1,13 @@
 """How does a value that is not a tensor become JSON, and come back with its type?
 
-The nodes are those of the Tree table in `docs/format/v1.md`. Types are taken strictly (`type(x) is ...`), so that a
-subclass is never stored as its base. Nothing is unpickled, and no module imported, on the word of a checkpoint.
+The nodes are those of the Tree table in `docs/format/v1.md`. Types are taken strictly (`type(x) is ...`), so
+that a subclass is never stored as its base. Nothing is unpickled, and no module imported, on the word of a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import pickle
 import struct
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from ckptengine.adapters import enums, numpy_values
-from ckptengine.errors import CorruptCheckpointError, UnsupportedStateError
+from ckptengine.adapters.keypath import path_text
+from ckptengine.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 from ckptengine.format.limits import EXACT_INT_MAX, MAX_JSON_DEPTH
 from ckptengine.format.tree import TAG
 
@@ -29,32 +30,20 @@ Node = Any
 """Decoded JSON of a tree."""
 
 LARGE_NBYTES = 1024
-"""Bytes and arrays above this go to the data section, where they are not inflated by base64 and parsed on every read."""
+"""Bytes and arrays above this go to the data section, where they are not inflated by base64 and parsed on
+every read.
+"""
 
 # A container's node is at most three levels of JSON deep ({"$", "v": [[key, value]]}), a leaf's at most this.
 _LEAF_DEPTH = 6
 _SURROGATES = "surrogatepass"
-STATE_DICT = object()
-"""Path mark: the step from an object to its `state_dict()`; it adds nothing to a name."""
-
-
-def path_text(root: str, path: Sequence[Any]) -> str:
-    """A key path as Python would index it: `state["a"][3]`."""
-    text = root
-    for key in path:
-        if key is STATE_DICT:
-            text += ".state_dict()"
-        elif type(key) is str:
-            text += f"[{msgspec.json.encode(key).decode() if key.isprintable() else ascii(key)}]"
-        else:
-            text += f"[{key!r:.80}]"
-    return text
 
 
 class Encoder:
     """Encodes one value; containers are copied, so later changes to them do not reach the result.
 
-    `other` and `large` are for subclasses: what to do with a value that is none of the table's, and with many bytes.
+    `other` and `large` are for subclasses: what to do with a value that is none of the table's, and with many
+    bytes.
     """
 
     def __init__(self, *, root: str = "value", allow_pickle: bool = False) -> None:
@@ -70,9 +59,9 @@ class Encoder:
         if isinstance(value, Enum):
             return self._enum(value)
         if isinstance(value, np.generic):
-            return self._np_scalar(value)
+            return self._np_scalar(value, depth)
         if isinstance(value, np.dtype):
-            return self._np_dtype(value)
+            return self._np_dtype(value, depth)
         return self.other(value, depth)
 
     def other(self, value: Any, depth: int) -> Node:
@@ -112,9 +101,12 @@ class Encoder:
         """Enter a container; `closed` leaves it."""
         if id(value) in self._open:
             self.refuse("the value contains itself", hint="break the cycle")
+        self._check_depth(depth)
+        self._open.add(id(value))
+
+    def _check_depth(self, depth: int) -> None:
         if depth + _LEAF_DEPTH > MAX_JSON_DEPTH:
             self.refuse(f"nested too deep: the format allows {MAX_JSON_DEPTH} levels of JSON")
-        self._open.add(id(value))
 
     def closed(self, value: Any) -> None:
         self._open.discard(id(value))
@@ -144,17 +136,17 @@ class Encoder:
         pairs = []
         for key, child in value.items():
             self.path.append(key)
-            pairs.append([self._key(key), self.encode(child, depth + 3)])
+            pairs.append([self._key(key, depth + 3), self.encode(child, depth + 3)])
             self.path.pop()
         return pairs
 
-    def _key(self, key: Any) -> Node:
+    def _key(self, key: Any, depth: int) -> Node:
         if type(key) is str and _is_text(key):
             return key
         # A key has no place in the data section, and none of the subclass's cases may be one.
         plain = Encoder(root=self.root, allow_pickle=self.allow_pickle)
         plain.path = self.path
-        return plain.encode(key)
+        return plain.encode(key, depth)
 
     def _list(self, value: list[Any], depth: int) -> Node:
         self.opened(value, depth)
@@ -171,7 +163,7 @@ class Encoder:
     def _set(self, value: set[Any] | frozenset[Any], depth: int) -> Node:
         self.opened(value, depth)
         # Sorted by their JSON: a set of strings has another order in each process.
-        nodes = sorted((self._key(item) for item in value), key=msgspec.json.encode)
+        nodes = sorted((self._key(item, depth + 2) for item in value), key=msgspec.json.encode)
         self.closed(value)
         return {TAG: type(value).__name__, "v": nodes}
 
@@ -185,6 +177,7 @@ class Encoder:
             descr, fortran, data = numpy_values.pack_array(value)
         except ValueError as error:
             return self.pickled(value, f"cannot store a numpy array of {error}")
+        self._check_depth(depth + _nesting(descr))
         shape = list(value.shape)
         if len(data) > LARGE_NBYTES:
             node = self.large(data, "ndarray", [descr, shape, fortran])
@@ -196,18 +189,21 @@ class Encoder:
         node["v"] = _b64(data)
         return node
 
-    def _np_scalar(self, value: np.generic) -> Node:
+    def _np_scalar(self, value: np.generic, depth: int) -> Node:
         try:
             descr, data = numpy_values.pack_scalar(value)
         except ValueError as error:
             return self.pickled(value, f"cannot store a numpy scalar of {error}")
+        self._check_depth(depth + _nesting(descr))
         return {TAG: "npscalar", "d": descr, "v": _b64(data)}
 
-    def _np_dtype(self, value: np.dtype[Any]) -> Node:
+    def _np_dtype(self, value: np.dtype[Any], depth: int) -> Node:
         try:
-            return {TAG: "npdtype", "v": numpy_values.pack_dtype(value)}
+            descr = numpy_values.pack_dtype(value)
         except ValueError as error:
             return self.pickled(value, f"cannot store numpy's {error}")
+        self._check_depth(depth + _nesting(descr))
+        return {TAG: "npdtype", "v": descr}
 
     def _enum(self, value: Enum) -> Node:
         try:
@@ -225,6 +221,10 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _nesting(descr: Any) -> int:
+    return 1 + max(map(_nesting, descr), default=0) if isinstance(descr, list) else 0
 
 
 def _b64(data: bytes | bytearray) -> str:
@@ -290,7 +290,8 @@ _ENCODERS: dict[type, Callable[[Encoder, Any, int], Node]] = {
 class Decoder:
     """Decodes one tree.
 
-    `leaf(i)` gives what the i-th tensor or large value is to become. Objects come back as their `state_dict()`.
+    `leaf(i)` gives what the i-th tensor or large value is to become. Objects come back as their
+    `state_dict()`.
     """
 
     def __init__(
@@ -346,17 +347,10 @@ class Decoder:
             if tag == "pickle":
                 return self._unpickled(node["v"])
             return _DECODERS[tag](node)
-        except (
-            KeyError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            struct.error,
-            binascii.Error,
-        ) as error:
-            if isinstance(error, UnsupportedStateError):
-                raise
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Whatever a constructor or an unpickler makes of bytes that are not what a save wrote.
             where = path_text(self.root, self.path)
             raise CorruptCheckpointError(
                 f"{where}: the stored value cannot be decoded ({type(error).__name__}: {error})", fqn=where
@@ -366,7 +360,7 @@ class Decoder:
         if not self.allow_pickle:
             where = path_text(self.root, self.path)
             raise UnsupportedStateError(
-                f"{where}: the checkpoint holds a pickled value here, and unpickling runs code from the checkpoint",
+                f"{where}: a pickled value is stored here, and unpickling runs code from the checkpoint",
                 fqn=where,
                 hint="pass allow_pickle=True if you trust where it comes from",
             )

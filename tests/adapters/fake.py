@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckptengine.adapters.build import build
 from ckptengine.adapters.restore import Match, RestoreTarget
 from ckptengine.adapters.stage import copy_items
 from ckptengine.adapters.state import FlatState, StateItem, flatten
-from ckptengine.adapters.tensors import torch_dtype
+from ckptengine.adapters.tensors import plain, torch_dtype
 from ckptengine.format.entries import ShardHeader, TensorEntry
 from ckptengine.format.layout import lay_out
 from ckptengine.format.shard import decode_header, encode_header, seal_header
@@ -100,7 +103,7 @@ class Saved:
 
     def read(self, destinations: list[Destination]) -> None:
         spans = sorted((d.address, d.address + d.stop - d.start) for d in destinations)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "destinations overlap"
+        assert all(a[1] <= b[0] for a, b in pairwise(spans)), "destinations overlap"
         for read in plan_reads(self.header.blocks, destinations):
             start, _ = self.header.blocks.span(read.block)
             for copy in read.copies:
@@ -110,16 +113,16 @@ class Saved:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """A tensor's elements in C order, as bytes."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if not tensor.numel():
         return b""
-    return bytes(tensor.view(-1).view(torch.uint8).numpy())
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    elements = plain(tensor)
+    dense = torch.empty(elements.shape, dtype=elements.dtype).copy_(elements)
+    return bytes(dense.view(-1).view(torch.uint8).numpy())
 
 
 def same(a: Any, b: Any) -> bool:
     """Equal in type, dtype, shape and bits, all the way down."""
-    import numpy as np
-
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
     if type(a) is not type(b):
@@ -138,8 +141,6 @@ def same(a: Any, b: Any) -> bool:
             and a.tobytes("A") == b.tobytes("A")
         )
     if isinstance(a, float):
-        import struct
-
         return struct.pack(">d", a) == struct.pack(">d", b)
     if isinstance(a, complex):
         return same(a.real, b.real) and same(a.imag, b.imag)
