@@ -24,9 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for message, category in NOISE:
         warnings.filterwarnings("ignore", message=message, category=category)
     rank = os.environ.get("RANK", "0")
-    logging.basicConfig(
-        format=f"%(asctime)s rank {rank}  %(message)s", datefmt="%H:%M:%S", level=logging.INFO
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}  %(message)s", datefmt="%H:%M:%S"))
+    for ours in (
+        "trainer",
+        "ckptengine",
+    ):  # not the root: the libraries below tell of every process they start
+        logging.getLogger(ours).addHandler(handler)
+        logging.getLogger(ours).setLevel(logging.INFO)
     # After parse_config, so that --help and a mistyped flag answer before torch is loaded.
     import ckptengine as ck
     from trainer.data import DataChangedError

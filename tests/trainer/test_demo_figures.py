@@ -10,8 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
+import ckptengine as ck
 from trainer.demo.__main__ import Result, table_of
-from trainer.demo.compare import same_bytes
+from trainer.demo.compare import Comparison, compare_checkpoints, same_bytes
 from trainer.demo.runs import DemoError, losses, progress, recovery, save_figures, wipe
 
 
@@ -95,6 +96,28 @@ def test_bytes_are_compared_not_numbers() -> None:
     assert not same_bytes(torch.zeros(2), torch.zeros(2, 1))
     assert same_bytes(torch.tensor(3), torch.tensor(3))
     assert same_bytes(torch.ones(2, 3).T, torch.ones(3, 2))
+
+
+def test_two_checkpoints_are_compared_in_every_bit_and_value(tmp_path: Path) -> None:
+    def state(**changes: Any) -> dict[str, Any]:
+        return {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(3), "step": 7, **changes}
+
+    turned = torch.zeros(3)
+    turned[1] = -0.0
+    others = [state(b=turned), state(step=8), {"w": state()["w"], "step": 7}]
+    with ck.Checkpointer(tmp_path) as checkpointer:
+        paths = [
+            checkpointer.save(step, saved).path for step, saved in enumerate([state(), state(), *others])
+        ]
+    first, *rest = (Path(path) for path in paths)
+    same, bit, value, fewer = (compare_checkpoints(first, other) for other in rest)
+    assert same == Comparison(2, 36, ())
+    assert bit.differences == (
+        "b differs between the checkpoints",
+        "what rank 0 saved differs between the checkpoints",
+    )
+    assert value.differences == ("what rank 0 saved differs between the checkpoints",)
+    assert "b is in one checkpoint only" in fewer.differences
 
 
 def test_the_demo_empties_its_own_folder_only(tmp_path: Path) -> None:

@@ -73,10 +73,10 @@ class Phases:
         else:
             self._console.print(f"         {title} ...")
             yield lambda what, step: None
-        self._console.print(f"[green]{time.monotonic() - began:6.1f} s[/] {title}")
+        self._console.print(f"[green]{time.monotonic() - began:6.1f} s[/] {title}", soft_wrap=True)
 
     def say(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style)
+        self._console.print(text, style=style, soft_wrap=True)
 
 
 def recover_and_compare(folder: Path, fsdp: str, phases: Phases) -> Result:
@@ -129,7 +129,12 @@ def ckpt(*arguments: str) -> subprocess.CompletedProcess[str]:
 def look_with_cli(folder: Path, fsdps: Sequence[str], out: Console | None) -> list[dict[str, Any]]:
     """Ask `ckpt` about the recovered checkpoints: what the last one holds, and whether each is sound."""
     roots = {fsdp: os.path.relpath(Place(folder, f"fsdp{fsdp}-killed").root) for fsdp in fsdps}
-    commands = [("list", roots[fsdps[-1]]), ("inspect", roots[fsdps[-1]])]
+    last = roots[fsdps[-1]]
+    commands = [
+        ("list", last),
+        ("inspect", last, "--limit", "12"),
+        ("inspect", last, "train.model.head.weight"),
+    ]
     commands += [("verify", root) for root in roots.values()]
     answers = []
     for arguments in commands:

@@ -11,6 +11,7 @@ import torch
 
 import ckptengine as ck
 from trainer.demo.runs import RANKS, Place, losses
+from trainer.digest import digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def compare_checkpoints(a: Path, b: Path) -> Comparison:
-    """Every tensor of the newest checkpoint of two roots, as the engine's own reader returns it."""
+    """The newest checkpoints of two roots, as the engine's own reader returns them: every tensor whole, and
+    everything each rank saved."""
     differences: list[str] = []
     n_tensors = nbytes = 0
     with ck.open_checkpoint(a) as left, ck.open_checkpoint(b) as right:
@@ -48,6 +50,15 @@ def compare_checkpoints(a: Path, b: Path) -> Comparison:
             nbytes += mine.numel() * mine.element_size()
             if not same_bytes(mine, theirs):
                 differences.append(f"{name} differs between the checkpoints")
+        if left.world_size != right.world_size:
+            differences.append(f"{left.world_size} ranks saved one checkpoint, {right.world_size} the other")
+        else:
+            # Tensors that ranks have under one name (generators), and all values: step, position, schedule.
+            differences += [
+                f"what rank {rank} saved differs between the checkpoints"
+                for rank in range(left.world_size)
+                if digest_of(left.load(rank)) != digest_of(right.load(rank))
+            ]
     return Comparison(n_tensors, nbytes, tuple(differences))
 
 
