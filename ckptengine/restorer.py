@@ -32,7 +32,6 @@ from ckptengine.info import FallBack, RestoreInfo
 from ckptengine.read.reader import ReadStats, read_shard
 from ckptengine.read.shards import open_header, shard_path
 from ckptengine.read.step import held_manifest
-from ckptengine.read.step import held_manifest
 from ckptengine.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -197,7 +196,7 @@ class _Candidates:
             self._entries = iter(self._find())
         for entry in self._entries:
             try:
-                # Held until the restore ends: retention, in whatever process, leaves the step alone meanwhile.
+                # Held until the restore ends: retention, in whatever process, leaves the step alone.
                 manifest = self._held.enter_context(held_manifest(self._store, entry.path))
             except (*DAMAGE, CheckpointNotFoundError, NotCommittedError) as error:
                 if self._step is not None:

@@ -508,6 +508,7 @@ def test_an_open_step_is_not_deleted(tmp_path: Path) -> None:
         assert not held
     with store.try_lock_exclusive(str(step)) as held:
         assert held
+        (step / MANIFEST_NAME).unlink()
         with pytest.raises(CheckpointNotFoundError, match="being removed"):
             open_checkpoint(step)
 

@@ -340,6 +340,7 @@ def test_a_newer_format_is_raised(step: Path) -> None:
 def test_a_step_being_removed_is_not_found(step: Path) -> None:
     with PosixStore().try_lock_exclusive(str(step)) as held:
         assert held
+        (step / MANIFEST_NAME).unlink()
         with pytest.raises(CheckpointNotFoundError, match="being removed"):
             verify(step)
 

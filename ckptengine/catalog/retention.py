@@ -121,6 +121,8 @@ def apply_retention(
     due = set(plan_retention((entry.step for entry in entries if entry.committed), policy))
     for entry in entries:
         try:
+            if entry.committed and entry.step not in due and len(attempt_dirs(store.list(entry.path))) < 2:
+                continue  # nothing to do here, and whoever comes to read it need not wait
             with store.try_lock_exclusive(entry.path) as held:
                 if not held:
                     if entry.step in due:  # left-overs in a step being read are no news
