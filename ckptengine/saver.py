@@ -64,8 +64,10 @@ class Saver:
     def raise_earlier_failure(self) -> None:
         """Raise the first failed save that nobody has asked about; with `on_error="warn"` it has been logged
         instead."""
-        failed = [h for h in self._handles if h.done() and h._error is not None and not h._observed]
-        self._handles = [h for h in self._handles if not h.done()]
+        # Asked once: a save that ends right now must not fall between the two lists.
+        ended = [h for h in self._handles if h.done()]
+        self._handles = [h for h in self._handles if h not in ended]
+        failed = [h for h in ended if h._error is not None and not h._observed]
         if failed and self._run.config.on_error == "raise":
             failed[0]._observed = True
             error = failed[0]._error
