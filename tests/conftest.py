@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,6 +24,23 @@ def pytest_configure() -> None:
     # Spawned workers and the command line tool must speak as in a plain terminal, whatever the caller's is.
     for name in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "PYTHONWARNINGS", "CKPT_DEBUG"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def lent_writers() -> Iterator[None]:
+    """End, after the last test, the writer processes that went from one Checkpointer to the next."""
+    yield
+    from tests.helpers.writers import end_all
+
+    end_all()
+
+
+@pytest.fixture
+def lent_writer(lent_writers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Checkpointers of this test take the writer process of an earlier one, if it is still good."""
+    from tests.helpers.writers import LentWriter
+
+    monkeypatch.setattr("ckptengine.monitor.WriterProcess", LentWriter)
 
 
 def _has_cuda() -> bool:

@@ -1,0 +1,870 @@
+"""Does a Checkpointer keep its promises to a training script that is one process?"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckptengine as ck
+from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId
+from ckptengine.storage.posix import PosixStore
+from tests.adapters.fake import same
+from tests.helpers.checkpoints import flip, read_manifest, write_checkpoint
+
+SMALL = ck.Config(block_nbytes=4096)
+
+
+@pytest.fixture(autouse=True)
+def _one_writer(lent_writer: None) -> None:
+    pass
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Iterator[ck.Checkpointer]:
+    with ck.Checkpointer(tmp_path / "root", config=SMALL) as made:
+        yield made
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """A state of a few blocks that is different at each step."""
+    generator = torch.Generator().manual_seed(step)
+    weight = torch.randn(40, 50, generator=generator)
+    return {
+        "model": {"weight": weight, "tied": weight, "bias": torch.full((7,), step, dtype=torch.bfloat16)},
+        "rng": generator.get_state(),
+        "step": step,
+        "loss": step / 7,
+        "history": [step, (step, str(step))],
+    }
+
+
+def target() -> dict[str, Any]:
+    """The shape of `state_at`, and nothing of its content."""
+    made = state_at(0)
+    made["model"]["weight"].fill_(-1)
+    return made | {"step": -1, "loss": -1.0, "history": [0, (0, "0")]}
+
+
+def restored(ckpt: ck.Checkpointer, **options: Any) -> tuple[dict[str, Any], ck.RestoreInfo]:
+    state = target()
+    info = ckpt.restore(state, **options)
+    return state, info
+
+
+def step_path(root: Path | str, step: int) -> Path:
+    return Path(root) / f"step-{step:010d}"
+
+
+def shard_of(root: Path | str, step: int) -> Path:
+    path = step_path(root, step)
+    return path / read_manifest(path).shards[0].path
+
+
+def damage(root: Path | str, step: int) -> None:
+    """Flip a bit in the first block of a step's only shard."""
+    path = step_path(root, step)
+    flip(shard_of(root, step), read_manifest(path).shards[0].header_nbytes + 11)
+
+
+@contextlib.contextmanager
+def stopped_writer(ckpt: ck.Checkpointer) -> Iterator[None]:
+    """Saves are staged meanwhile, and not written."""
+    if ckpt.writer_pid is None:
+        ckpt.save(0, {"started": True})
+    assert ckpt.writer_pid is not None
+    pid = ckpt.writer_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+# --- a save --------------------------------------------------------------------------------------
+
+
+def test_a_save_goes_through_its_moments_in_order(ckpt: ck.Checkpointer) -> None:
+    state = state_at(3)
+    before = time.time()
+    handle = ckpt.async_save(3, state)
+    assert handle.staged()
+    info = handle.result(timeout=60)
+    assert handle.done()
+    assert handle.durable()
+    assert handle.committed()
+    assert handle.exception() is None
+    times = info.times
+    moments = [before, times.requested, times.staged, times.written, times.durable, times.committed]
+    assert moments == sorted(moments)
+    assert handle.times == times
+    assert info.stall_s == times.staged - times.requested
+    assert "step=3 committed" in repr(handle)
+
+
+def test_what_a_commit_says_is_on_the_disk(ckpt: ck.Checkpointer) -> None:
+    info = ckpt.save(1000, state_at(1))
+    assert (info.step, info.path) == (1000, str(step_path(ckpt.root, 1000)))
+    manifest = read_manifest(info.path)
+    assert (info.fingerprint, info.attempt) == (manifest.fingerprint, manifest.attempt)
+    assert info.nbytes == manifest.nbytes == shard_of(ckpt.root, 1000).stat().st_size
+    assert info.rank_nbytes == 40 * 50 * 4 + 7 * 2 + state_at(1)["rng"].numel()
+    assert manifest.world_size == 1
+    assert ck.verify(info.path).ok
+    # Nothing else was left in the root, and no temporary file in the step.
+    assert [path.name for path in Path(ckpt.root).iterdir()] == ["step-0000001000"]
+    assert {path.name for path in Path(info.path).iterdir()} == {MANIFEST_NAME, INDEX_NAME, info.attempt}
+
+
+def test_the_writer_starts_with_the_first_save(ckpt: ck.Checkpointer) -> None:
+    assert ckpt.writer_pid is None
+    ckpt.save(1, state_at(1))
+    pid = ckpt.writer_pid
+    assert pid is not None
+    assert pid != os.getpid()
+    ckpt.save(2, state_at(2))
+    assert ckpt.writer_pid == pid
+
+
+def test_what_was_saved_is_the_state_at_the_call(ckpt: ck.Checkpointer) -> None:
+    state = {
+        "tensor": torch.zeros(3000),
+        "array": np.zeros(3000),
+        "small_array": np.zeros(3),
+        "bytes": bytearray(5000),
+        "values": [1, {"a": 2}],
+    }
+    with stopped_writer(ckpt):
+        handle = ckpt.async_save(1, state)
+        state["tensor"].fill_(1)
+        state["array"][:] = 1
+        state["small_array"][:] = 1
+        state["bytes"][:] = b"\1" * 5000
+        state["values"][1]["a"] = 3
+        state["values"].append(4)
+    handle.result(60)
+    with ck.open_checkpoint(ckpt.root) as c:
+        found = c.load()
+    assert not found["tensor"].any()
+    assert not found["array"].any()
+    assert not found["small_array"].any()
+    assert found["bytes"] == bytearray(5000)
+    assert found["values"] == [1, {"a": 2}]
+
+
+def test_result_and_wait_can_be_tried_again_after_a_timeout(ckpt: ck.Checkpointer) -> None:
+    with stopped_writer(ckpt):
+        handle = ckpt.async_save(1, state_at(1))
+        with pytest.raises(ck.CommitTimeoutError, match=r"step 1 is not committed after 0\.05 s"):
+            handle.result(timeout=0.05)
+        with pytest.raises(TimeoutError, match="still under way"):
+            ckpt.wait(timeout=0.05)
+        assert not handle.done()
+        assert not handle.committed()
+        assert handle.exception() is None
+        assert "step=1 staged" in repr(handle)
+        assert ckpt.latest == 0
+    assert handle.result(timeout=60).step == 1
+    ckpt.wait(timeout=0)
+    assert ckpt.latest == 1
+
+
+def test_two_saves_overlap_and_a_third_waits_and_says_so(
+    ckpt: ck.Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stopped_writer(ckpt):
+        handles = [ckpt.async_save(step, state_at(step)) for step in (1, 2)]
+        assert not any(handle.done() for handle in handles)
+        pid = ckpt.writer_pid
+        assert pid is not None
+        timer = threading.Timer(0.3, os.kill, (pid, signal.SIGCONT))
+        timer.start()
+        with caplog.at_level(logging.WARNING, "ckptengine"):
+            handles.append(ckpt.async_save(3, state_at(3)))
+        timer.join()
+    assert "2 of 2 arenas are busy" in caplog.text
+    infos = [handle.result(60) for handle in handles]
+    assert infos[2].stall_s > 0.1 > infos[1].stall_s
+    assert [info.times.committed for info in infos] == sorted(info.times.committed for info in infos)
+    for step in (1, 2, 3):
+        assert same(restored(ckpt, step=step)[0], state_at(step))
+
+
+def test_a_state_that_does_not_fit_the_budget_is_refused_and_the_next_one_saved(tmp_path: Path) -> None:
+    config = ck.Config(block_nbytes=4096, arena_budget_nbytes=4 << 20)
+    with ck.Checkpointer(tmp_path, config=config) as ckpt:
+        with pytest.raises(ck.SaveFailedError, match="raise arena_budget_nbytes") as caught:
+            ckpt.async_save(1, {"w": torch.zeros(2 << 20)})
+        assert "at most 4194304 bytes" in str(caught.value)
+        assert ckpt.save(2, state_at(2)).step == 2
+        assert ckpt.steps() == [2]
+
+
+def test_a_value_that_cannot_be_stored_is_refused_in_the_call(ckpt: ck.Checkpointer) -> None:
+    with pytest.raises(ck.UnsupportedStateError, match=r'state\["a"\]\[1\]') as caught:
+        ckpt.async_save(1, {"a": [1, object()]})
+    assert caught.value.fqn == 'state["a"][1]'
+    with pytest.raises(ck.UnsupportedStateError, match="metadata"):
+        ckpt.async_save(2, state_at(2), metadata={"t": torch.ones(1)})
+    ckpt.wait()
+    assert os.listdir(ckpt.root) == []
+    assert ckpt.save(3, state_at(3)).step == 3
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 63])
+def test_a_step_out_of_range_is_refused(ckpt: ck.Checkpointer, step: int) -> None:
+    with pytest.raises(ValueError, match=r"\[0, 2\^63\)"):
+        ckpt.async_save(step, {})
+    ckpt.wait()
+    assert os.listdir(ckpt.root) == []
+
+
+@pytest.mark.parametrize("step", [1.0, "1", None])
+def test_a_step_that_is_no_integer_is_refused(ckpt: ck.Checkpointer, step: Any) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        ckpt.async_save(step, {})
+
+
+def test_a_steps_range_is_all_of_63_bits(ckpt: ck.Checkpointer) -> None:
+    for step in (0, (1 << 63) - 1, np.int64(12)):
+        assert ckpt.save(step, state_at(1)).step == step
+    assert ckpt.steps() == [0, 12, (1 << 63) - 1]
+    assert ckpt.latest == (1 << 63) - 1
+
+
+def test_steps_are_ordered_as_numbers_whatever_order_they_were_saved_in(ckpt: ck.Checkpointer) -> None:
+    assert ckpt.latest is None
+    assert ckpt.steps() == []
+    for step in (100, 9, 10**12):
+        ckpt.save(step, state_at(step % 97))
+    write_checkpoint(ckpt.root, 10**13, commit=False)
+    assert ckpt.steps() == [9, 100, 10**12]
+    assert ckpt.latest == 10**12
+
+
+def test_a_step_saved_again_is_replaced(ckpt: ck.Checkpointer) -> None:
+    first = ckpt.save(5, state_at(1))
+    second = ckpt.save(5, state_at(2))
+    assert AttemptId.parse(second.attempt) > AttemptId.parse(first.attempt)
+    state, info = restored(ckpt)
+    assert same(state, state_at(2))
+    assert info.step == 5
+    assert ckpt.steps() == [5]
+    ckpt.save(6, state_at(3))  # retention has run after the second commit when this one is done
+    assert not (Path(first.path) / first.attempt).exists()
+
+
+def test_the_same_state_twice_is_the_same_bytes(ckpt: ck.Checkpointer) -> None:
+    shards = [Path(info.path) / info.attempt for info in (ckpt.save(n, state_at(1)) for n in (1, 2))]
+    sizes = [read_manifest(path.parent).shards[0].header_nbytes for path in shards]
+    one, two = (next(path.iterdir()).read_bytes()[size:] for path, size in zip(shards, sizes, strict=True))
+    assert one == two
+
+
+def test_each_run_is_a_life_of_its_own(tmp_path: Path) -> None:
+    lives = []
+    for step in (1, 2):
+        with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
+            lives.append(AttemptId.parse(ckpt.save(step, state_at(step)).attempt).run.life)
+    assert lives == [1, 2]
+
+
+def test_metadata_comes_back_with_its_types(ckpt: ck.Checkpointer) -> None:
+    metadata = {
+        "loss": float("inf"),
+        "pair": (1, 2.5),
+        "tags": {"a", "b"},
+        "nested": {1: {"x": None}, "": [True]},
+        "lr": np.float32(0.1),
+        "dtype": torch.bfloat16,
+        "host": "näh",
+    }
+    ckpt.save(1, state_at(1), metadata=metadata)
+    ckpt.save(2, state_at(2))
+    with ck.open_checkpoint(step_path(ckpt.root, 1)) as c:
+        assert same(c.metadata, metadata)
+    with ck.open_checkpoint(ckpt.root) as c:
+        assert c.metadata == {}
+
+
+def test_compressed_shards_restore_and_are_smaller(tmp_path: Path) -> None:
+    state = {"zeros": torch.zeros(50_000), "noise": torch.randn(2000)}
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=65536, codec="zstd")) as ckpt:
+        info = ckpt.save(1, state)
+        assert shard_of(tmp_path, 1).suffix == ".ckptz"
+        assert info.nbytes == shard_of(tmp_path, 1).stat().st_size < 80_000
+        found = {"zeros": torch.ones(50_000), "noise": torch.zeros(2000)}
+        ckpt.restore(found)
+    assert same(found, state)
+    assert ck.verify(tmp_path).ok
+    # A reader's own configuration says nothing about what it reads.
+    with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
+        found = {"zeros": torch.ones(50_000), "noise": torch.zeros(2000)}
+        ckpt.restore(found)
+    assert same(found, state)
+
+
+def test_an_empty_state_can_be_saved(ckpt: ck.Checkpointer) -> None:
+    for step, state in enumerate([{}, [], (), {"nothing": torch.zeros(0, 3)}, [{}]]):
+        ckpt.save(step, state)
+        with ck.open_checkpoint(step_path(ckpt.root, step)) as c:
+            assert same(c.load(), state)
+        assert ckpt.restore(state, step=step).nbytes == 0
+        assert ck.verify(step_path(ckpt.root, step)).ok
+
+
+# --- retention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        ({"keep_last": 2}, [20, 25]),
+        ({"keep_every": 10}, [10, 20, 25]),
+        ({"keep_last": 2, "keep_every": 10}, [10, 20, 25]),
+        ({"keep_last": 1}, [25]),
+        ({}, [5, 10, 15, 20, 25]),
+    ],
+)
+def test_retention_keeps_what_the_policy_says(
+    tmp_path: Path, policy: dict[str, int], kept: list[int]
+) -> None:
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=4096, **policy)) as ckpt:
+        for step in (5, 10, 15, 20, 25):
+            ckpt.save(step, state_at(step))
+        # A commit is reported before retention has run; the writer takes its tasks one after the other.
+        ckpt.save(25, state_at(25))
+        assert wait_until(lambda: len(os.listdir(tmp_path)) == len(kept))
+        assert ckpt.steps() == kept
+        for step in kept:
+            assert same(restored(ckpt, step=step)[0], state_at(step))
+
+
+def wait_until(condition: Any, timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def test_a_step_that_is_open_is_not_deleted_by_a_save(tmp_path: Path) -> None:
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=4096, keep_last=1)) as ckpt:
+        ckpt.save(1, state_at(1))
+        with ck.open_checkpoint(step_path(tmp_path, 1)) as c:
+            for step in (2, 3):
+                ckpt.save(step, state_at(step))
+            assert wait_until(lambda: not step_path(tmp_path, 2).exists())
+            assert same(c.load(), state_at(1))
+        ckpt.save(4, state_at(4))
+        assert wait_until(lambda: not step_path(tmp_path, 1).exists())
+
+
+def test_a_step_is_not_deleted_while_it_is_restored(
+    ckpt: ck.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptengine import restorer
+
+    def read(*args: Any, **options: Any) -> Any:
+        # What retention would ask, in whatever process.
+        with PosixStore().try_lock_exclusive(str(step_path(ckpt.root, 1))) as free:
+            held.append(not free)
+        return read_shard(*args, **options)
+
+    held: list[bool] = []
+    read_shard = restorer.read_shard
+    monkeypatch.setattr(restorer, "read_shard", read)
+    ckpt.save(1, state_at(1))
+    restored(ckpt)
+    assert held == [True]
+    with PosixStore().try_lock_exclusive(str(step_path(ckpt.root, 1))) as free:
+        assert free
+
+
+# --- a restore -----------------------------------------------------------------------------------
+
+
+def test_a_restore_fills_the_state_in_place_and_says_what_it_did(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, state_at(1))
+    handle = ckpt.async_save(7, state_at(7))  # a restore waits for it
+    state = target()
+    weight, model = state["model"]["weight"], state["model"]
+    info = ckpt.restore(state)
+    assert handle.done()
+    assert same(state, state_at(7))
+    assert state["model"] is model
+    assert state["model"]["weight"] is weight is state["model"]["tied"]
+    assert (info.step, info.path, info.source) == (7, str(step_path(ckpt.root, 7)), "storage")
+    assert (info.missing, info.unexpected, info.fell_back_from) == ((), (), ())
+    assert info.nbytes == handle.result().rank_nbytes
+    assert 0 < info.read_seconds <= info.seconds
+    assert info.from_cache_nbytes >= 0
+
+
+def test_any_committed_step_can_be_restored(ckpt: ck.Checkpointer) -> None:
+    for step in (1, 2, 3):
+        ckpt.save(step, state_at(step))
+    for step in (2, 1, 3):
+        state, info = restored(ckpt, step=step)
+        assert same(state, state_at(step))
+        assert info.step == step
+
+
+def test_a_step_that_is_not_there_is_said_to_be(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, state_at(1))
+    write_checkpoint(ckpt.root, 3, ranks=1, commit=False)
+    state = target()
+    with pytest.raises(ck.CheckpointNotFoundError):
+        ckpt.restore(state, step=2)
+    with pytest.raises(ck.NotCommittedError):
+        ckpt.restore(state, step=3)
+    assert same(state, target())
+    assert ckpt.restore(state).step == 1
+
+
+def test_without_a_checkpoint_there_is_nothing_to_restore(ckpt: ck.Checkpointer) -> None:
+    state = target()
+    with pytest.raises(ck.CheckpointNotFoundError, match="no checkpoint here"):
+        ckpt.restore(state)
+    write_checkpoint(ckpt.root, 3, ranks=1, commit=False)
+    with pytest.raises(FileNotFoundError, match="1 saves were begun, none was committed"):
+        ckpt.restore(state)
+    assert same(state, target())
+
+
+def test_a_target_that_differs_is_refused_with_all_differences_and_untouched(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, {"a": torch.ones(3), "b": torch.ones(4), "c": 1, "d": torch.ones(2), "e": torch.ones(2)})
+
+    def made() -> dict[str, Any]:
+        return {
+            "a": torch.zeros(3),
+            "b": torch.zeros(5),
+            "d": torch.zeros(2, dtype=torch.float64),
+            "e": 5,
+            "new": torch.zeros(1),
+        }
+
+    state = made()
+    with pytest.raises(ck.StateMismatchError) as caught:
+        ckpt.restore(state)
+    error = caught.value
+    assert (error.missing, error.unexpected) == (("new",), ("c",))
+    assert [line.partition(":")[0] for line in error.mismatched] == ["b", "d", "e"]
+    assert all(name in str(error) for name in ("new", "c:", "b:", "d:", "e:"))
+    assert same(state, made())
+    with pytest.raises(ck.StateMismatchError):
+        ckpt.restore(state, strict=False)
+    assert same(state, made())
+
+
+def test_not_strict_leaves_keys_of_one_side_alone_and_names_them(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, {"a": torch.ones(3), "old": {"x": torch.ones(2), "y": 1}, "n": 1})
+    state = {"a": torch.zeros(3), "new": torch.full((2,), 7.0), "old": {"z": 2}, "n": 0}
+    info = ckpt.restore(state, strict=False)
+    assert info.missing == ("new", "old.z")
+    assert info.unexpected == ("old.x", "old.y")
+    assert same(state, {"a": torch.ones(3), "new": torch.full((2,), 7.0), "old": {"z": 2}, "n": 1})
+
+
+def test_a_damaged_newest_commit_is_fallen_back_from(
+    ckpt: ck.Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        ckpt.save(step, state_at(step))
+    damage(ckpt.root, 2)
+    damage(ckpt.root, 3)
+    with caplog.at_level(logging.WARNING, "ckptengine"):
+        state, info = restored(ckpt)
+    assert same(state, state_at(1))
+    assert info.step == 1
+    assert [(fall.step, fall.rank) for fall in info.fell_back_from] == [(3, 0), (2, 0)]
+    for fall in info.fell_back_from:
+        assert shard_of(ckpt.root, fall.step).name in fall.reason
+        assert "block 0 is damaged" in fall.reason
+    assert "step 3 is damaged" in caplog.text
+    with pytest.raises(ck.CorruptCheckpointError, match="block 0 is damaged") as caught:
+        restored(ckpt, step=3)
+    assert caught.value.path == str(shard_of(ckpt.root, 3))
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "directory", "link", "of another step"])
+def test_a_damaged_manifest_of_the_newest_is_fallen_back_from(ckpt: ck.Checkpointer, how: str) -> None:
+    ckpt.save(1, state_at(1))
+    ckpt.save(2, state_at(2))
+    path = step_path(ckpt.root, 2) / MANIFEST_NAME
+    data = path.read_bytes()
+    if how == "flipped":
+        flip(path, 40)
+    elif how == "truncated":
+        os.truncate(path, len(data) - 1)
+    elif how == "empty":
+        os.truncate(path, 0)
+    elif how == "of another step":
+        shutil.copy(step_path(ckpt.root, 1) / MANIFEST_NAME, path)
+    else:
+        path.unlink()
+        if how == "directory":
+            path.mkdir()
+        else:
+            path.symlink_to(step_path(ckpt.root, 1) / MANIFEST_NAME)
+    state, info = restored(ckpt)
+    assert same(state, state_at(1))
+    assert [fall.step for fall in info.fell_back_from] == [2]
+    assert MANIFEST_NAME in info.fell_back_from[0].reason
+    with pytest.raises(ck.CorruptCheckpointError):
+        restored(ckpt, step=2)
+    if how != "directory":
+        # Saved again, it is whole again.
+        ckpt.save(2, state_at(3))
+        assert same(restored(ckpt)[0], state_at(3))
+
+
+@pytest.mark.parametrize("how", ["shard", "missing shard", "manifest"])
+def test_when_all_commits_are_damaged_it_is_no_fresh_start(ckpt: ck.Checkpointer, how: str) -> None:
+    for step in (1, 2):
+        ckpt.save(step, state_at(step))
+        if how == "shard":
+            damage(ckpt.root, step)
+        elif how == "missing shard":
+            shard_of(ckpt.root, step).unlink()
+        else:
+            flip(step_path(ckpt.root, step) / MANIFEST_NAME, 30)
+    with pytest.raises(
+        ck.CorruptCheckpointError, match="no committed checkpoint could be restored"
+    ) as caught:
+        restored(ckpt)
+    assert not isinstance(caught.value, FileNotFoundError)
+    assert "step 2: " in str(caught.value)
+    assert "step 1: " in str(caught.value)
+
+
+def test_a_newer_format_is_an_error_and_no_reason_to_lose_steps(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, state_at(1))
+    ckpt.save(2, state_at(2))
+    path = step_path(ckpt.root, 2) / MANIFEST_NAME
+    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    for step in (None, 2):
+        with pytest.raises(ck.UnsupportedFormatError, match="2"):
+            restored(ckpt, step=step)
+    assert restored(ckpt, step=1)[1].step == 1
+
+
+def test_a_checkpoint_of_more_ranks_is_a_mismatch(ckpt: ck.Checkpointer) -> None:
+    write_checkpoint(ckpt.root, 1, ranks=2)
+    with pytest.raises(ck.StateMismatchError, match="saved by 2 ranks, not by 1"):
+        restored(ckpt)
+
+
+# --- what a state may be -------------------------------------------------------------------------
+
+
+class Counter:
+    """Something with a state of its own, as a data loader has."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.seen = torch.arange(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "seen": self.seen, "epochs": (self.count, None)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        self.seen = state["seen"].clone()
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+def test_objects_are_taken_and_given_back_as_they_are(ckpt: ck.Checkpointer) -> None:
+    model, optimizer, scheduler = trained()
+    ckpt.save(1, {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": Counter(5)})
+
+    fresh = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    fresh_scheduler = torch.optim.lr_scheduler.StepLR(fresh_optimizer, step_size=7)
+    loader = Counter(0)
+    weight = fresh[0].weight
+    ckpt.restore(
+        {"model": fresh, "optimizer": fresh_optimizer, "scheduler": fresh_scheduler, "loader": loader}
+    )
+    assert fresh[0].weight is weight
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert same(fresh_optimizer.state_dict(), optimizer.state_dict())
+    assert same(fresh_scheduler.state_dict(), scheduler.state_dict())
+    assert (loader.count, loader.seen.tolist()) == (5, [0, 1, 2, 3, 4])
+
+    for net, opt in ((model, optimizer), (fresh, fresh_optimizer)):
+        torch.manual_seed(9)
+        net(torch.randn(4, 8)).sum().backward()
+        opt.step()
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_an_object_may_be_the_state(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, nn.Linear(3, 2, bias=False).requires_grad_(False).eval())
+    model = nn.Linear(3, 2, bias=False)
+    ckpt.restore(model)
+    with ck.open_checkpoint(ckpt.root) as c:
+        assert torch.equal(model.weight, c.get_tensor("weight"))
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(ckpt: ck.Checkpointer) -> None:
+    def build() -> nn.Module:
+        model = nn.ModuleDict({"embed": nn.Embedding(50, 16), "head": nn.Linear(16, 50, bias=False)})
+        model["head"].weight = model["embed"].weight
+        return model
+
+    model, other = build(), build()
+    info = ckpt.save(1, {"model": model})
+    assert info.rank_nbytes == 50 * 16 * 4
+    ckpt.restore({"model": other})
+    assert other["head"].weight is other["embed"].weight
+    assert torch.equal(other["head"].weight, model["head"].weight)
+    # Into a model whose weights are no longer tied, both are filled.
+    untied = build()
+    untied["head"].weight = nn.Parameter(torch.zeros(50, 16))
+    ckpt.restore({"model": untied})
+    assert torch.equal(untied["head"].weight, model["head"].weight)
+    assert torch.equal(untied["embed"].weight, model["embed"].weight)
+
+
+# --- the directory -------------------------------------------------------------------------------
+
+
+def test_a_copied_checkpoint_is_a_checkpoint(ckpt: ck.Checkpointer, tmp_path: Path) -> None:
+    ckpt.save(1, state_at(1))
+    copy = tmp_path / "elsewhere" / "step-0000000001"
+    shutil.copytree(step_path(ckpt.root, 1), copy)
+    shutil.copytree(copy, tmp_path / "best model")
+    shutil.rmtree(ckpt.root)
+    assert ck.verify(copy).ok
+    with ck.open_checkpoint(tmp_path / "best model") as c:
+        assert same(c.load(), state_at(1))
+    with ck.Checkpointer(copy.parent, config=SMALL) as other:
+        state, info = restored(other)
+        assert same(state, state_at(1))
+        assert info.path == str(copy)
+        assert AttemptId.parse(other.save(2, state_at(2)).attempt).run.life == 2
+
+
+@contextlib.contextmanager
+def without_privileges(path: Path) -> Iterator[None]:
+    """Take away write permission, also from root, who would not notice."""
+    for directory, _, files in os.walk(path):
+        for name in files:
+            os.chmod(os.path.join(directory, name), 0o444)
+        os.chmod(directory, 0o555)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        for directory, _, _ in os.walk(path):
+            os.chmod(directory, 0o755)
+
+
+def test_a_root_that_cannot_be_written_to_can_be_restored_from() -> None:
+    # Not pytest's directory, whose parents are closed to other users.
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        with ck.Checkpointer(root, config=SMALL) as ckpt:
+            ckpt.save(1, state_at(1))
+        with without_privileges(root), ck.Checkpointer(root, config=SMALL) as ckpt:
+            state, info = restored(ckpt)
+            with ck.open_checkpoint(root) as c:
+                assert same(c.load(), state_at(1))
+            assert ck.verify(root).ok
+            with pytest.raises(OSError, match="ermission"):
+                (root / "probe").touch()
+        assert same(state, state_at(1))
+        assert info.step == 1
+
+
+def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ck.StorageError, match="file"):
+        ck.Checkpointer(tmp_path / "file")
+
+
+def test_a_relative_root_stays_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ck.Checkpointer("run/checkpoints", config=SMALL) as ckpt:
+        monkeypatch.chdir("/")
+        ckpt.save(1, state_at(1))
+        assert restored(ckpt)[1].step == 1
+    assert step_path(tmp_path / "run/checkpoints", 1).is_dir()
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def kill_while_saving(ckpt: ck.Checkpointer, step: int) -> ck.SaveHandle:
+    """A save whose writer is killed before it has written a byte."""
+    with stopped_writer(ckpt):
+        handle = ckpt.async_save(step, state_at(step))
+        assert ckpt.writer_pid is not None
+        os.kill(ckpt.writer_pid, signal.SIGKILL)
+    assert wait_until(handle.done)
+    return handle
+
+
+def test_a_failed_save_nobody_asked_about_is_raised_by_the_next_call(ckpt: ck.Checkpointer) -> None:
+    kill_while_saving(ckpt, 1)
+    with pytest.raises(ck.SaveFailedError, match=r"step 1: the writer process ended \(killed by SIGKILL\)"):
+        ckpt.async_save(2, state_at(2))
+    # Once.
+    ckpt.wait()
+    assert ckpt.save(3, state_at(3)).step == 3
+    assert ckpt.steps() == [0, 3]
+
+
+def test_wait_and_close_raise_the_failure_nobody_asked_about_once(tmp_path: Path) -> None:
+    ckpt = ck.Checkpointer(tmp_path, config=SMALL)
+    for end in (ckpt.wait, ckpt.close):
+        kill_while_saving(ckpt, 1)
+        with pytest.raises(ck.SaveFailedError, match="step 1"):
+            end()
+        end()
+
+
+def test_a_failed_save_that_was_asked_about_is_not_raised_again(ckpt: ck.Checkpointer) -> None:
+    handle = kill_while_saving(ckpt, 1)
+    with pytest.raises(ck.SaveFailedError) as caught:
+        handle.result()
+    assert handle.exception() is caught.value
+    assert handle.done()
+    assert not handle.committed()
+    assert caught.value.rank == 0
+    assert "step=1 failed" in repr(handle)
+    assert ckpt.save(2, state_at(2)).step == 2
+
+
+def test_failures_can_be_logged_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=4096, on_error="warn")) as ckpt:
+        with caplog.at_level(logging.WARNING, "ckptengine"):
+            kill_while_saving(ckpt, 1)
+        assert "step 1 is not saved" in caplog.text
+        ckpt.async_save(2, state_at(2))
+    assert ckpt.steps() == [0, 2]
+
+
+def test_a_retry_saves_the_same_snapshot_after_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=4096, retries=1)) as ckpt:
+        with caplog.at_level(logging.WARNING, "ckptengine"):
+            handle = kill_while_saving(ckpt, 1)
+        info = handle.result(60)
+        assert AttemptId.parse(info.attempt).retry == 1
+        assert "trying again" in caplog.text
+        assert same(restored(ckpt)[0], state_at(1))
+        assert ck.verify(tmp_path).ok
+
+
+def test_a_writer_that_stalls_is_ended_and_its_save_fails(tmp_path: Path) -> None:
+    with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
+        ckpt.save(0, {})  # a writer that starts makes no progress either
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=4096, stall_timeout_s=2)) as ckpt:
+        with stopped_writer(ckpt):
+            pid = ckpt.writer_pid
+            handle = ckpt.async_save(1, state_at(1))
+            with pytest.raises(ck.CommitTimeoutError, match="no progress for 2 s"):
+                handle.result(30)
+            assert not os.path.exists(f"/proc/{pid}")
+        assert ckpt.steps() == [0]
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def test_close_waits_for_the_saves_and_can_be_called_again(tmp_path: Path) -> None:
+    ckpt = ck.Checkpointer(tmp_path, config=SMALL)
+    handles = [ckpt.async_save(step, state_at(step)) for step in (1, 2)]
+    ckpt.close()
+    assert all(handle.committed() for handle in handles)
+    ckpt.close()
+    with ckpt:
+        pass
+    ckpt.wait()
+    for use in (
+        lambda: ckpt.async_save(3, {}),
+        lambda: ckpt.save(3, {}),
+        lambda: ckpt.restore({}),
+    ):
+        with pytest.raises(ck.CheckpointError, match="closed"):
+            use()
+    assert ckpt.steps() == [1, 2]
+    assert ckpt.latest == 2
+
+
+def test_leaving_by_an_exception_keeps_the_exception_and_the_save(tmp_path: Path) -> None:
+    def train() -> None:
+        with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
+            handles.append(ckpt.async_save(1, state_at(1)))
+            raise ZeroDivisionError
+
+    handles: list[ck.SaveHandle] = []
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert handles[0].committed()
+    assert ck.verify(tmp_path).step == 1
+
+
+def test_a_checkpointer_leaves_no_process_thread_or_descriptor_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptengine.adapters.nvrx import WriterProcess
+
+    monkeypatch.setattr("ckptengine.monitor.WriterProcess", WriterProcess)
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    for step in (1, 2):
+        with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
+            ckpt.save(step, state_at(step))
+            restored(ckpt)
+            pid = ckpt.writer_pid
+        del ckpt
+        assert not os.path.exists(f"/proc/{pid}")
+        # multiprocessing keeps a pipe to its resource tracker; its queues' threads end on their own.
+        assert wait_until(lambda: held() <= (before[0], before[1] + 2)), (before, held())
+
+
+def test_the_ten_lines_work_without_a_with_statement(tmp_path: Path) -> None:
+    ckpt = ck.Checkpointer(str(tmp_path))
+    state = {"w": torch.arange(3.0), "step": 4}
+    assert ckpt.save(4, state).step == 4
+    state["w"].zero_()
+    assert ckpt.restore(state).step == 4
+    assert state["w"].tolist() == [0.0, 1.0, 2.0]
+    ckpt.close()
