@@ -89,6 +89,9 @@ class Matcher:
             return self._match_dict(target, node, path)
         if own == kind and kind in ("list", "tuple"):
             return self._match_sequence(target, node, path)
+        if kind == "pickle":
+            # It may be of any type, also a container's subclass.
+            return self._match_value(target, node, path)
         if (own in _STRUCTURES or kind in _STRUCTURES) and not (target is None or node is None):
             return self._differs(path, f"{_article(own)}, in the checkpoint {_article(kind)}")
         if self._has_tensors(node):

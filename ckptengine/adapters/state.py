@@ -97,7 +97,7 @@ class _Walk(Encoder):
         """The name, with a suffix if it is reserved or another leaf's; the same in every process."""
         if name in self._names or name.startswith(PAD_PREFIX):
             typed = msgspec.json.encode([self._key(key, 0) for key in path if key is not STATE_DICT])
-            plain = name
+            plain = f"#{name}" if name.startswith(PAD_PREFIX) else name
             for salt in range(1 << 16):
                 name = f"{plain}#{xxhash.xxh3_64_hexdigest(typed, seed=salt)[:8]}"
                 if name not in self._names:

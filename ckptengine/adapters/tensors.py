@@ -151,6 +151,9 @@ _NO_DISPATCH = (
 
 def _of_dtensor(value: DTensor) -> Local:
     placements = tuple(value.placements)
+    strange = [p for p in placements if not (p.is_replicate() or p.is_partial() or hasattr(p, "dim"))]
+    if strange:
+        raise ValueError(f"a DTensor with the placement {strange[0]!r}; redistribute it first")
     if any(placement.is_partial() for placement in placements):
         raise ValueError(
             "a DTensor with a partial placement, whose values are not reduced yet; redistribute it first"
@@ -192,8 +195,9 @@ def chunk_at(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> Chunk:
-    """The chunk at a coordinate of a mesh; pure. (A mesh is no key of the cache: its coordinate is this
-    rank's.)
+    """The chunk at a coordinate of a mesh; pure.
+
+    (The mesh itself would be no key for the cache: its coordinate changes with this process's rank.)
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
@@ -244,7 +248,7 @@ def _of_chunk(value: LocalChunk) -> Local:
 
 
 def _of_sharded(value: ShardedTensor) -> list[Local]:
-    shape = tuple(value.size())
+    shape = tuple(value.metadata().size)
     shards = value.local_shards()
     locals_ = []
     for shard in shards:
