@@ -15,6 +15,11 @@ from types import TracebackType
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+QUIET = (
+    "ignore:The pynvml package is deprecated:FutureWarning",
+    "ignore:resource_tracker:UserWarning",  # multiprocessing's, tidying up after a killed rank
+)
+
 TOKEN = "TRAINER_JOB"
 """Environment variable that marks every process of a job, also one whose parent has died."""
 
@@ -27,7 +32,7 @@ def quiet_environment() -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONWARNINGS": "ignore:The pynvml package is deprecated:FutureWarning",
+        "PYTHONWARNINGS": ",".join(QUIET),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
     }
 

@@ -30,8 +30,8 @@ EVENTS = [
     event("step", 3.0, step=2, loss=4.0),
     event("step", 3.0, 1, step=2, loss=4.5),
     event("kill", 4.0, 1, step=2),
-    event("resume", 9.0, 0, 1, step=1, nbytes=10**9, seconds=0.5),
-    event("resume", 9.0, 1, 1, step=1, nbytes=10**9, seconds=1.0),
+    event("resume", 9.0, 0, 1, step=1, nbytes=10**9, seconds=0.5, read_seconds=0.25),
+    event("resume", 9.0, 1, 1, step=1, nbytes=10**9, seconds=1.0, read_seconds=0.5),
     event("step", 10.0, 0, 1, step=2, loss=4.0),
     event("step", 10.5, 1, 1, step=2, loss=4.25),
 ]
@@ -40,7 +40,7 @@ EVENTS = [
 def test_recovery_counts_lost_steps_and_waits_for_the_slowest_rank() -> None:
     cost = recovery(EVENTS)
     assert (cost.steps_lost, cost.resumed_from, cost.resume_s) == (1, 1, 6.5)
-    assert (cost.restore_s, cost.restore_gb_s) == (1.0, 2.0)
+    assert (cost.restore_s, cost.read_gb_s) == (1.0, 4.0)
 
 
 def test_recovery_of_a_job_that_was_not_killed_or_did_not_resume_is_an_error() -> None:

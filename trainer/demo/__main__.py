@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -166,7 +167,7 @@ def table_of(results: Sequence[Result]) -> Table:
         ("size of a checkpoint, all ranks", lambda r: f"{r.saves.nbytes / 1e6:.0f} MB"),
         ("training stood still per save (median)", lambda r: f"{r.saves.stall_ms:.1f} ms"),
         ("save, staged to committed (median)", lambda r: f"{r.saves.gb_s:.2f} GB/s"),
-        ("restore, all ranks", lambda r: f"{r.recovery.restore_gb_s:.2f} GB/s"),
+        ("restore, read and check, all ranks", lambda r: f"{r.recovery.read_gb_s:.2f} GB/s"),
         ("tensors compared", lambda r: f"{r.n_tensors:,}"),
         ("equal bit for bit", lambda r: "[green]yes[/]" if r.equal else "[red]NO[/]"),
     ]
@@ -191,6 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
+    # Like Ctrl-C: the jobs have sessions of their own and would outlive this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     fsdps = ("1", "2") if arguments.fsdp == "both" else (arguments.fsdp,)
     folder = arguments.folder.resolve()
     phases, out, began = Phases(), Console(highlight=False), time.monotonic()

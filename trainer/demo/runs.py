@@ -103,7 +103,12 @@ def run_job(
 
 
 def _tail(log: Path, lines: int = 25) -> str:
-    return "\n".join("  | " + line for line in log.read_text(errors="replace").splitlines()[-lines:])
+    """The last lines before the launcher's own closing words, which bury the cause."""
+    text = log.read_text(errors="replace").splitlines()
+    closing = [number for number, line in enumerate(text) if " failed (exitcode: " in line]
+    if closing:
+        text = text[: closing[-1] + 1]
+    return "\n".join("  | " + line for line in text[-lines:])
 
 
 def progress(events: list[dict[str, Any]]) -> tuple[str, int]:
@@ -129,7 +134,7 @@ class Recovery:
     resumed_from: int
     resume_s: float
     restore_s: float
-    restore_gb_s: float
+    read_gb_s: float
 
     @property
     def steps_lost(self) -> int:
@@ -151,13 +156,14 @@ def recovery(events: list[dict[str, Any]]) -> Recovery:
         )
         for rank in range(RANKS)
     ]
-    seconds = max(event["seconds"] for event in resumes)
     return Recovery(
         killed_after=kills[0]["step"],
         resumed_from=resumes[0]["step"],
         resume_s=max(first_steps) - kills[0]["time"],
-        restore_s=seconds,
-        restore_gb_s=sum(event["nbytes"] for event in resumes) / seconds / 1e9,
+        restore_s=max(event["seconds"] for event in resumes),
+        read_gb_s=sum(event["nbytes"] for event in resumes)
+        / max(event["read_seconds"] for event in resumes)
+        / 1e9,
     )
 
 
