@@ -92,6 +92,13 @@ def test_byte_runs_cover_the_box_in_ascending_order(pair: tuple[Chunk, Chunk]) -
     assert all(a + n < b for (a, n), (b, _) in pairwise(runs))
 
 
+def test_what_a_rectangle_has_of_a_flat_range_is_one_run() -> None:
+    column, start = Chunk((2, 2), (0, 0), (2, 1)), Chunk((4,), (0,), (3,), flat_of=(2, 2))
+    box = intersect(column, start)
+    assert box is not None
+    assert list(byte_runs(box, column, 4)) == [(0, 8)]
+
+
 def test_rows_of_a_matrix_are_one_copy() -> None:
     src = Chunk((8, 6), (0, 0), (4, 6))
     dst = Chunk((8, 6), (2, 0), (6, 6))
