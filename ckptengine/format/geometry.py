@@ -130,8 +130,8 @@ def _intersect_mixed(flat: Chunk, rect: Chunk) -> Box | None:
 def byte_runs(box: Box, chunk: Chunk, itemsize: int) -> Iterator[tuple[int, int]]:
     """The box's bytes in a chunk that holds it: `(start, nbytes)`, ascending, as few as there can be."""
     if len(box.shape) != len(chunk.shape):
-        # What a rectangle has of a flat range are neighbours in the rectangle, whatever lies between them in the
-        # whole tensor.
+        # What a rectangle has of a flat range are neighbours in the rectangle, whatever lies between them in
+        # the whole tensor.
         pieces = list(_flat_pieces(chunk, box.offsets[0], box.offsets[0] + box.shape[0]))
         if pieces:
             (_, start, _), (_, last, nelem) = pieces[0], pieces[-1]
