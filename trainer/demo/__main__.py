@@ -127,9 +127,14 @@ def ckpt(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def shown(path: Path) -> str:
+    """A path as one would type it here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def look_with_cli(folder: Path, fsdps: Sequence[str], out: Console | None) -> list[dict[str, Any]]:
     """Ask `ckpt` about the recovered checkpoints: what the last one holds, and whether each is sound."""
-    roots = {fsdp: os.path.relpath(Place(folder, f"fsdp{fsdp}-killed").root) for fsdp in fsdps}
+    roots = {fsdp: shown(Place(folder, f"fsdp{fsdp}-killed").root) for fsdp in fsdps}
     last = roots[fsdps[-1]]
     commands = [
         ("list", last),
@@ -222,9 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         out.print()
         out.print(table_of(results))
-        out.print(
-            f"{seconds:.0f} s in all; logs and checkpoints are in {os.path.relpath(folder)}/", markup=False
-        )
+        out.print(f"{seconds:.0f} s in all; logs and checkpoints are in {shown(folder)}/", markup=False)
     for result in results:
         for line in result.differences[:20]:
             phases.say(f"{result.fsdp}: {line}", style="red")

@@ -68,9 +68,7 @@ def wipe(folder: Path) -> None:
     marker = folder / ".ckptengine-demo"
     if folder.exists():
         if not folder.is_dir() or (not marker.exists() and any(folder.iterdir())):
-            raise DemoError(
-                f"{folder} exists and was not made by the demo; give another --folder or remove it"
-            )
+            raise DemoError(f"{folder} was not made by the demo and is not emptied; give another --folder")
         shutil.rmtree(folder)
     (folder / "logs").mkdir(parents=True)
     marker.touch()
