@@ -20,7 +20,6 @@ from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
 from ckptengine.adapters.placing import Placement, Plan
 from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
 from ckptengine.adapters.values import Decoder, Node, large_value
-from ckptengine.errors import CorruptCheckpointError
 from ckptengine.format.tree import TAG
 
 
@@ -48,7 +47,7 @@ class Matcher:
     `actions`.
     """
 
-    def __init__(self, leaves: list[Leaf | None], *, allow_pickle: bool) -> None:
+    def __init__(self, leaves: list[Leaf], *, allow_pickle: bool) -> None:
         self._leaves = leaves
         self._allow_pickle = allow_pickle
         self.differences = Differences()
@@ -63,13 +62,7 @@ class Matcher:
 
     def place_large(self, plan: Plan) -> None:
         for index, buffer in self.large.items():
-            plan.read_into(self._leaf(index), buffer.ctypes.data)
-
-    def _leaf(self, index: int) -> Leaf:
-        leaf = self._leaves[index]
-        if leaf is None:
-            raise CorruptCheckpointError(f"leaf {index} is a replica of unknown shape")
-        return leaf
+            plan.read_into(self._leaves[index], buffer.ctypes.data)
 
     def _differs(self, path: tuple[Any, ...], what: str) -> _Keep:
         self.differences.mismatched.append(f"{_name(path)}: {what}")
@@ -114,7 +107,7 @@ class Matcher:
         if len(nodes) != len(parts):
             return self._differs(path, f"{len(parts)} shards, in the checkpoint {len(nodes)}")
         for local, child in zip(parts, nodes, strict=True):
-            leaf = self._leaf(child["i"])
+            leaf = self._leaves[child["i"]]
             problems = misfits(local, leaf)
             if problems:
                 self._differs(path, "; ".join(problems))
@@ -123,7 +116,7 @@ class Matcher:
         return KEEP
 
     def _has_tensors(self, node: Node) -> bool:
-        return any((leaf := self._leaves[i]) is None or leaf.kind is None for i in leaf_indices(node))
+        return any(self._leaves[i].kind is None for i in leaf_indices(node))
 
     # Containers
 
@@ -188,10 +181,10 @@ class Matcher:
         return lambda: self._decoder(path, self._large_value).decode(node)
 
     def _read_large(self, index: int) -> None:
-        self.large.setdefault(index, np.empty(self._leaf(index).nbytes, np.uint8))
+        self.large.setdefault(index, np.empty(self._leaves[index].nbytes, np.uint8))
 
     def _large_value(self, index: int) -> Any:
-        leaf = self._leaf(index)
+        leaf = self._leaves[index]
         return large_value(leaf.kind or "", leaf.descr, memoryview(self.large[index]))
 
     def _decoder(self, path: tuple[Any, ...], leaf: Callable[[int], Any] = lambda _: None) -> Decoder:
@@ -250,7 +243,7 @@ class Matcher:
         filled: dict[int, Any] = {}
 
         def place(index: int) -> Any:
-            leaf = self._leaf(index)
+            leaf = self._leaves[index]
             if leaf.kind is not None:
                 self._read_large(index)
                 return None
@@ -320,13 +313,12 @@ _SCALARS = (type(None), bool, int, float, str)
 _STRUCTURES = ("dict", "list", "tuple", "tensor", "object")
 
 
-def kind_of(node: Node, leaves: list[Leaf | None]) -> str:
+def kind_of(node: Node, leaves: list[Leaf]) -> str:
     """What a node stands for, in a word: one of `_STRUCTURES`, or the kind of a value."""
     if type(node) is dict:
         tag = node.get(TAG, "dict")
         if tag == "t":
-            leaf = leaves[node["i"]]
-            return "tensor" if leaf is None or leaf.kind is None else leaf.kind
+            return leaves[node["i"]].kind or "tensor"
         return "dict" if tag == "odict" else str(tag)
     return "None" if node is None else type(node).__name__
 

@@ -7,14 +7,19 @@ read begins the target is untouched, and everything that does not fit has been r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptengine.adapters import objects
 from ckptengine.adapters.leaves import Leaf, leaves_of
 from ckptengine.adapters.matching import KEEP, Differences, Matcher
 from ckptengine.adapters.placing import Plan, plan
-from ckptengine.errors import StateMismatchError, UnsupportedStateError
+from ckptengine.errors import (
+    CorruptCheckpointError,
+    StateMismatchError,
+    UnsupportedFormatError,
+    UnsupportedStateError,
+)
 from ckptengine.format.entries import ShardHeader
 from ckptengine.read.plan import Destination
 
@@ -25,11 +30,13 @@ _SHOWN = 20
 class Match:
     """What a checkpoint that fits the target is to be read into.
 
-    destinations: in this rank's own shard. missing, unexpected: keys of the target only and of the checkpoint
-    only, left alone with `strict=False`.
+    destinations: in this rank's own shard. remote: in other ranks' shards, by rank, of what they store for
+    this one too. missing, unexpected: keys of the target only and of the checkpoint only, left alone with
+    `strict=False`.
     """
 
     destinations: list[Destination]
+    remote: dict[int, list[Destination]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     _plan: Plan = field(default_factory=Plan)
@@ -58,16 +65,23 @@ class RestoreTarget:
         self._allow_pickle = allow_pickle
 
     def match(
-        self, header: ShardHeader, *, strict: bool = True, path: str | None = None, rank: int | None = None
+        self,
+        header: ShardHeader,
+        *,
+        strict: bool = True,
+        path: str | None = None,
+        rank: int | None = None,
+        others: Callable[[int], ShardHeader] | None = None,
     ) -> Match:
         """Compare the target with a shard's tree and plan the read. May be called again, for another
         checkpoint.
 
-        strict: keys on one side only are an error. path, rank: for the error. Raises `StateMismatchError`
-        with all differences.
+        strict: keys on one side only are an error. path, rank: for the error. others: gives the header of
+        another rank's shard, where replicas are stored; called at most once for each rank that is needed.
+        Raises `StateMismatchError` with all differences.
+
         """
-        own = leaves_of(header)
-        leaves: list[Leaf | None] = [*own, *([None] * (len(header.leaf_names) - len(own)))]
+        leaves = [*leaves_of(header), *_replicas(header, others, path)]
         matcher = Matcher(leaves, allow_pickle=self._allow_pickle)
         outcome = matcher.match(self._state, header.tree)
         found = matcher.differences
@@ -80,12 +94,41 @@ class RestoreTarget:
         placed = plan(matcher.placements)
         matcher.place_large(placed)
         return Match(
-            placed.destinations.get(None, []),
+            placed.destinations.pop(None, []),
+            {shard: items for shard, items in placed.destinations.items() if shard is not None},
             tuple(found.missing),
             tuple(found.unexpected),
             placed,
             matcher.actions,
         )
+
+
+def _replicas(
+    header: ShardHeader, others: Callable[[int], ShardHeader] | None, path: str | None
+) -> list[Leaf]:
+    """The leaves whose bytes are in other shards, in the order of the header's list."""
+    if not header.replicas:
+        return []
+    if others is None:
+        raise UnsupportedFormatError(
+            "the shard refers to other ranks' shards, which are not at hand", path=path
+        )
+    shards = {
+        rank: {leaf.name: leaf for leaf in leaves_of(others(rank))}
+        for rank in sorted({*header.replicas.values()})
+    }
+    leaves = []
+    for name, rank in header.replicas.items():
+        leaf = shards[rank].get(name)
+        if leaf is None:
+            raise CorruptCheckpointError(
+                f"{name!r} is said to be in the shard of rank {rank}, but is not",
+                path=path,
+                rank=header.rank,
+                fqn=name,
+            )
+        leaves.append(replace(leaf, shard=rank))
+    return leaves
 
 
 def _mismatch(found: Differences, strict: bool, path: str | None, rank: int | None) -> StateMismatchError:

@@ -14,28 +14,38 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 import xxhash
 
 from ckptengine.adapters import objects
 from ckptengine.adapters.aliases import NamedLocal, resolve_aliases
 from ckptengine.adapters.items import FlatState, StateItem, value_item
 from ckptengine.adapters.keypath import STATE_DICT
+from ckptengine.adapters.replicas import Ranks, Replication, Unit, assign
 from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
 from ckptengine.adapters.values import Encoder, Node
 from ckptengine.errors import UnsupportedStateError
+from ckptengine.format.entries import METADATA_KEY, ViewEntry
 from ckptengine.format.layout import PAD_PREFIX
-from ckptengine.format.shard import METADATA_KEY
 from ckptengine.format.tree import TAG
 
 __all__ = ["FlatState", "StateItem", "flatten"]
 
 
-def flatten(state: Any, *, allow_pickle: bool = False) -> FlatState:
+def flatten(
+    state: Any,
+    *,
+    allow_pickle: bool = False,
+    dedup_replicas: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> FlatState:
     """Take a state apart; no tensor is copied, and nothing is communicated.
 
     state: a dict, list or tuple, nested, of tensors and values, or an object with
     `state_dict`/`load_state_dict`. Values are final when this returns; tensors may change until they are
-    copied. Raises `UnsupportedStateError` with the key path of what cannot be stored.
+    copied. dedup_replicas: of what several ranks of `process_group` (default: of the default group) are known
+    to hold alike, only one stores the bytes. Raises `UnsupportedStateError` with the key path of what cannot
+    be stored.
     """
     if not (isinstance(state, dict | list | tuple) or objects.is_stateful(state)):
         raise UnsupportedStateError(
@@ -44,10 +54,12 @@ def flatten(state: Any, *, allow_pickle: bool = False) -> FlatState:
             hint='pass {"name": value}',
         )
     with _gc_paused():
-        walk = _Walk(allow_pickle=allow_pickle)
+        replication = Replication(process_group) if dedup_replicas else None
+        walk = _Walk(allow_pickle=allow_pickle, replication=replication)
         tree = walk.encode(state)
         items, views, extra = resolve_aliases(walk.locals, walk.claim)
-        return _numbered(walk, tree, items, views, extra)
+        replicas = {} if replication is None else _drop_others(walk, replication, items, views, extra)
+        return _numbered(walk, tree, items, views, extra, replicas)
 
 
 @contextmanager
@@ -67,9 +79,12 @@ def _gc_paused() -> Iterator[None]:
 class _Walk(Encoder):
     """Collects the leaves, in order, with the nodes that are to have their numbers."""
 
-    def __init__(self, *, allow_pickle: bool) -> None:
+    def __init__(self, *, allow_pickle: bool, replication: Replication | None) -> None:
         super().__init__(root="state", allow_pickle=allow_pickle)
+        self._replication = replication
         self.locals: list[NamedLocal] = []
+        self.ranks: dict[int, Ranks] = {}
+        """By index in `locals`: the ranks that hold the tensor alike, where they are known."""
         self.leaves: list[tuple[Node, int | StateItem]] = []
         """Each node `{"$": "t"}` with its index in `locals`, or the item it is."""
         self._names: set[str] = {METADATA_KEY}
@@ -120,8 +135,11 @@ class _Walk(Encoder):
             if isinstance(value, LocalChunk):
                 self.refuse(str(error))
             return self.pickled(value, f"cannot store {error}")
+        ranks = None if self._replication is None else self._replication.ranks_of(value)
         nodes: list[Node] = []
         for local in parts:
+            if ranks is not None:
+                self.ranks[len(self.locals)] = ranks
             node: Node = {TAG: "t", "i": -1}
             self.leaves.append((node, len(self.locals)))
             self.locals.append(NamedLocal(self.name(local.part), local))
@@ -136,19 +154,68 @@ class _Walk(Encoder):
             inner = objects.state_dict_of(value)
         except UnsupportedStateError as error:
             self.refuse(error.message, hint=error.hint)
+        if self._replication is not None and isinstance(value, torch.nn.Module):
+            self._replication.enter(value)
         node = {TAG: "object", "v": self.encode(inner, depth + 1)}
         self.path.pop()
         self.closed(value)
         return node
 
 
+def _drop_others(
+    walk: _Walk,
+    replication: Replication,
+    items: dict[int, StateItem],
+    views: dict[int, ViewEntry],
+    extra: dict[int, StateItem],
+) -> dict[int, int]:
+    """Take out what another rank stores. Returns leaf → that rank, among those that checkpoint together.
+
+    What is stored together is dropped together, and only if all of it is held alike by the same ranks.
+    """
+    together: dict[str, list[int]] = {item.name: [leaf] for leaf, item in items.items()}
+    for leaf, view in views.items():
+        together.setdefault(view.of, []).append(leaf)
+    stored = {item.name: (index, item) for source in (items, extra) for index, item in source.items()}
+    shared: list[tuple[str, list[int], Ranks]] = []
+    for name, leaves in together.items():
+        ranks = {walk.ranks.get(leaf) for leaf in leaves}
+        only = ranks.pop()
+        if not ranks and only is not None and stored[name][1].nbytes:
+            shared.append((name, leaves, only))
+    # In the order of the walk, which is the same on all of the ranks.
+    shared.sort(key=lambda entry: min(entry[1]))
+    owners = assign([Unit(stored[name][1].nbytes, ranks) for name, _, ranks in shared])
+    replicas: dict[int, int] = {}
+    for (name, leaves, _), owner in zip(shared, owners, strict=True):
+        if owner == dist.get_rank():
+            continue
+        index, item = stored[name]
+        if extra.get(index) is item:
+            del extra[index]
+        for leaf in leaves:
+            items.pop(leaf, None)
+            views.pop(leaf, None)
+            rank = replication.group_rank(owner)
+            assert rank is not None
+            replicas[leaf] = rank
+    return replicas
+
+
 def _numbered(
-    walk: _Walk, tree: Node, items: dict[int, StateItem], views: dict[int, Any], extra: dict[int, StateItem]
+    walk: _Walk,
+    tree: Node,
+    items: dict[int, StateItem],
+    views: dict[int, ViewEntry],
+    extra: dict[int, StateItem],
+    replicas: dict[int, int],
 ) -> FlatState:
     """Number the leaves in the format's order and write the numbers into the tree."""
     ordered: list[StateItem] = []
-    ordered_views = []
-    view_nodes = []
+    ordered_views: list[ViewEntry] = []
+    named_replicas: dict[str, int] = {}
+    view_nodes: list[Node] = []
+    replica_nodes: list[Node] = []
     for node, leaf in walk.leaves:
         if isinstance(leaf, StateItem):
             node["i"] = len(ordered)
@@ -159,9 +226,12 @@ def _numbered(
         if leaf in items:
             node["i"] = len(ordered)
             ordered.append(items[leaf])
-        else:
+        elif leaf in views:
             view_nodes.append(node)
             ordered_views.append(views[leaf])
-    for index, node in enumerate(view_nodes, start=len(ordered)):
+        else:
+            replica_nodes.append(node)
+            named_replicas[walk.locals[leaf].name] = replicas[leaf]
+    for index, node in enumerate((*view_nodes, *replica_nodes), start=len(ordered)):
         node["i"] = index
-    return FlatState(tree, ordered, ordered_views)
+    return FlatState(tree, ordered, ordered_views, named_replicas)

@@ -65,10 +65,17 @@ class Saved:
     """A saved state."""
 
     def __init__(
-        self, state: Any, *, allow_pickle: bool = False, threads: int | None = None, **flat: Any
+        self,
+        state: Any,
+        *,
+        allow_pickle: bool = False,
+        threads: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        **flat: Any,
     ) -> None:
         self.flat = flatten(state, allow_pickle=allow_pickle, **flat)
-        self.header = header_of(self.flat)
+        self.header = header_of(self.flat, rank=rank, world_size=world_size)
         self.data = memoryview(bytearray(self.header.data_nbytes))
         starts = {entry.name: entry.start for entry in self.header.tensors}
         copy_items(

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptengine.adapters.fsdp import training_state
 from ckptengine.adapters.leaves import leaves_of
-from ckptengine.errors import StateMismatchError, UnsupportedStateError
+from ckptengine.adapters.restore import RestoreTarget
+from ckptengine.errors import StateMismatchError, UnsupportedFormatError, UnsupportedStateError
 from tests.adapters.fake import Saved, bits, same
 
 CPU = torch.device("cpu")
@@ -420,7 +421,7 @@ def fsdp2_bare_module_and_optimizer() -> None:
 
 def fsdp2_mixed_precision() -> None:
     def wrap(module: nn.Module) -> nn.Module:
-        return fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # type: ignore[no-any-return]
+    """Save with each replica stored once, restore every rank from the shards of all. Returns the shards."""
 
     check_fresh_restore(wrap, paired)
 
@@ -525,3 +526,75 @@ def build_gives_parts_to_the_reader() -> None:
     loaded = saved.load()
     assert loaded["t"].shape == (2, 6)
     assert same(loaded["u"], [torch.ones(2)])
+
+
+# Replicas
+
+
+def check_replicas(state: Any, target: Any) -> list[Saved]:
+    """Save with each replica stored once, and restore every rank from the shards of all. Returns the shards."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    saved = save(state, dedup_replicas=True, rank=rank, world_size=world_size)
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, (saved.header, bytes(saved.data)))
+    shards = []
+    for header, data in gathered:
+        shard = Saved.__new__(Saved)
+        shard.header, shard.data = header, memoryview(data)
+        shards.append(shard)
+    with pytest.raises(UnsupportedFormatError) if saved.header.replicas else contextlib.nullcontext():
+        RestoreTarget(target).match(saved.header)
+    with no_communication():
+        match = RestoreTarget(target).match(saved.header, others=lambda other: shards[other].header)
+        assert rank not in match.remote
+        shards[rank].read(match.destinations)
+        for other, destinations in match.remote.items():
+            shards[other].read(destinations)
+        match.apply()
+    return shards
+
+
+def stored(shards: list[Saved]) -> list[int]:
+    return [sum(entry.nbytes for entry in shard.header.tensors) for shard in shards]
+
+
+def replicas_of_dtensors_are_stored_once() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sizes = (50, 40, 30, 20, 10)
+    state = {str(n): distribute_tensor(torch.randn(n), mesh, [Replicate()]) for n in sizes}
+    state["tied"] = state["50"]
+    state["part"] = distribute_tensor(torch.randn(6), mesh, [Shard(0)])
+    state["plain"] = torch.full((3,), float(dist.get_rank()))
+    target = {name: torch.zeros_like(value) for name, value in state.items()}
+    shards = check_replicas(state, target)
+    assert tensors(target) == tensors(state)
+    assert sum(stored(shards)) == 4 * (sum(sizes) + 6 + 3 * len(shards))
+    assert max(stored(shards)) <= 4 * (80 + 3 + 3)
+
+
+def replicas_of_hybrid_shards_are_stored_once() -> None:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return fully_shard(module, mesh=mesh)  # type: ignore[no-any-return]
+
+    module, again = wrap(model(1)), wrap(model(2))
+    optimizer, other = adamw(module), adamw(again)
+    train(module, optimizer)
+    shards = check_replicas(training_state(module, optimizer), training_state(again, other))
+    assert local_state(module, optimizer) == local_state(again, other)
+    weights = sum(p.numel() for p in model(1).parameters())
+    # Three times the weights, and what each rank has for itself: ten steps and two buffers of three.
+    assert sum(stored(shards)) == 4 * (3 * weights + size * (10 + 6))
+    assert max(stored(shards)) < 4 * 1.3 * 3 * weights / size + 4 * 16
+
+
+def replicas_of_ddp_parameters_are_stored_once() -> None:
+    module, again = DistributedDataParallel(model(1)), DistributedDataParallel(model(2))
+    for number, buffer in enumerate(module.buffers()):
+        buffer.fill_(dist.get_rank() + number)
+    shards = check_replicas({"model": module}, {"model": again})
+    assert tensors(again.state_dict()) == tensors(module.state_dict())
+    weights = sum(p.numel() for p in model(1).parameters())
+    assert sum(stored(shards)) == 4 * (weights + len(shards) * 6)

@@ -1,4 +1,6 @@
-"""Restoring into a state: what fits is filled, what does not is reported at once, and nothing is touched before."""
+"""Restoring into a state: what fits is filled, what does not is reported at once, and nothing is touched
+before.
+"""
 
 from __future__ import annotations
 

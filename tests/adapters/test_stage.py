@@ -64,7 +64,8 @@ def test_many_small_tensors_are_cheap() -> None:
         saved = Saved(state)
         best = min(best, time.perf_counter() - started)
     assert len(saved.header.tensors) == 5000
-    # Flatten, layout, header and copy, each a few microseconds on an idle machine; the bound is for busy ones.
+    # Flatten, layout, header and copy, each a few microseconds on an idle machine; the bound is for busy
+    # ones.
     assert best / 5000 < 200e-6
 
 

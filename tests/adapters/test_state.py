@@ -39,7 +39,7 @@ def test_tensors_are_stored_in_the_order_of_the_walk() -> None:
 
 
 def test_paths_with_the_same_name_get_different_ones_each_time_the_same() -> None:
-    state = {"a": {"b": ones(1)}, "a.b": ones(2), 1: ones(3), "1": ones(4), True: ones(5)}
+    state = {"a": {"b": ones(1)}, "a.b": ones(2), 1: ones(3), "1": ones(4), False: ones(5)}
     state = {**state, "__metadata__": ones(6), "__pad__.0": ones(7)}
     flat = flatten(state)
     assert len(set(names(flat))) == len(flat.items)
