@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import operator
 import os
 import secrets
 import time
@@ -19,9 +18,9 @@ import torch.distributed as dist
 from ckptengine.adapters import c10d
 from ckptengine.catalog.catalog import latest, list_steps, next_life
 from ckptengine.comm.group import Failure, Group
-from ckptengine.comm.transport import FileTransport
+from ckptengine.comm.transport import FileTransport, Transport
 from ckptengine.config import Config
-from ckptengine.errors import CheckpointError, CommitTimeoutError
+from ckptengine.errors import CheckpointError, CommitTimeoutError, StorageError
 from ckptengine.format.names import RunId
 from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo, RestoreInfo
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 EXCHANGE_PREFIX = ".exchange-"
 ABNORMAL_CLOSE_TIMEOUT_S = 30.0
 EXCHANGE_CLOSE_TIMEOUT_S = 5.0
+EXCHANGE_AGE_S = 7 * 86400.0
+"""After which an exchange directory that nobody has touched is a killed run's."""
 
 
 class Checkpointer:
@@ -63,17 +64,18 @@ class Checkpointer:
         self.config = config if config is not None else Config()
         self._store = PosixStore(direct_io=self.config.direct_io)
         member = c10d.membership(process_group)
-        hello = _open_root(self._store, self.root, member, self.config)
+        run = _open_root(self._store, self.root, member, self.config)
         self.rank, self.world_size = member.rank, member.world_size
-        self._run = Run(
-            self.root, member.rank, member.world_size, self.config, RunId.parse(hello.run), hello.spec
-        )
-        self._transport = c10d.connect(hello.spec)
+        spec = member.spec(os.path.join(self.root, f"{EXCHANGE_PREFIX}{run}"), prefix=f"ckptengine/{run}/")
+        self._run = Run(self.root, member.rank, member.world_size, self.config, RunId.parse(run), spec)
+        self._transport = _connect(spec, member.rank)
         self._group = Group(
-            member.rank, member.world_size, self._transport, f"{hello.run}/group", self.config.agree_timeout_s
+            member.rank, member.world_size, self._transport, f"{run}/group", self.config.agree_timeout_s
         )
+        self._agree_on_setup()
         self._saver = Saver(self._run, self._store)
         self._closed = False
+        self._pid = os.getpid()
         # Otherwise multiprocessing would wait at exit for a writer process that waits for tasks.
         atexit.register(self._close_at_exit)
 
@@ -91,10 +93,7 @@ class Checkpointer:
         earlier save that failed without anybody having asked its handle (`Config.on_error`).
         """
         self._check_open()
-        number = operator.index(step)
-        if not 0 <= number < 1 << 63:
-            raise ValueError(f"step must be in [0, 2^63), not {step!r}")
-        return self._saver.save(number, state, metadata)
+        return self._saver.save(step, state, metadata)
 
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> CommitInfo:
         """`async_save(...).result()`: return when the checkpoint is committed."""
@@ -174,6 +173,24 @@ class Checkpointer:
             # deadline.
             self._close(ABNORMAL_CLOSE_TIMEOUT_S, f"the checkpointer was left by {type(error).__name__}")
 
+    def _agree_on_setup(self) -> None:
+        """What would make every later save fail on all ranks is an error on all of them now."""
+        failure = None
+        if not os.path.isdir(self.root):
+            error = StorageError(
+                "this rank does not see the checkpoint root that the coordinator made",
+                path=self.root,
+                hint="all ranks need the same shared file system at the same path",
+            )
+            failure = Failure.of(error, self.rank)
+        shape = f"block_nbytes={self.config.block_nbytes}, codec={self.config.codec!r}"
+        shapes = self._group.gather_all(shape.encode(), failure, what="opening the checkpoint root")
+        for rank, other in enumerate(shapes):
+            if other != shapes[0]:
+                raise CheckpointError(
+                    "the ranks' Configs differ", rank=rank, expected=shapes[0].decode(), actual=other.decode()
+                )
+
     def _close(self, timeout_s: float | None, reason: str) -> None:
         self._closed = True
         atexit.unregister(self._close_at_exit)
@@ -182,6 +199,8 @@ class Checkpointer:
         self._transport.close()
 
     def _close_at_exit(self) -> None:
+        if os.getpid() != self._pid:  # a forked child: neither the monitor's thread nor the writer is its own
+            return
         logger.warning("the Checkpointer for %s was not closed; use it in a with statement", self.root)
         self._close(ABNORMAL_CLOSE_TIMEOUT_S, "the process exited")
 
@@ -191,23 +210,20 @@ class Checkpointer:
 
 
 class _Hello(msgspec.Struct, frozen=True):
-    """The coordinator's first word to all ranks: who this run is and how its ranks talk, or why it cannot
-    start."""
+    """The coordinator's first word to all ranks: who this run is, or why it cannot start."""
 
     run: str = ""
-    spec: TransportSpec = TransportSpec(kind="none")
     failure: Failure | None = None
 
 
-def _open_root(store: PosixStore, root: str, member: c10d.Membership, config: Config) -> _Hello:
+def _open_root(store: PosixStore, root: str, member: c10d.Membership, config: Config) -> str:
+    """The id of the run that begins."""
     message = None
     if member.rank == 0:
         try:
             store.make_dirs(root)
             _remove_old_exchanges(root)
-            run = str(RunId(next_life(store, root), int(time.time() * 1000), secrets.token_hex(4)))
-            spec = member.spec(os.path.join(root, f"{EXCHANGE_PREFIX}{run}"), prefix=f"ckptengine/{run}/")
-            hello = _Hello(run, spec)
+            hello = _Hello(str(RunId(next_life(store, root), int(time.time() * 1000), secrets.token_hex(4))))
         except Exception as error:
             if member.world_size == 1:
                 raise
@@ -216,17 +232,27 @@ def _open_root(store: PosixStore, root: str, member: c10d.Membership, config: Co
     hello = msgspec.msgpack.decode(member.say_hello(message, config.agree_timeout_s), type=_Hello)
     if hello.failure is not None:
         raise hello.failure.to_error()
-    return hello
+    return hello.run
+
+
+def _connect(spec: TransportSpec, rank: int) -> Transport:
+    try:
+        return c10d.connect(spec)
+    except ConnectionError as error:
+        raise StorageError(str(error), path=spec.directory or None, rank=rank) from error
 
 
 def _remove_old_exchanges(root: str) -> None:
-    """Runs that were killed could not remove theirs; at most one run at a time writes to a root."""
+    """Runs that were killed could not remove theirs. A living one touches its own at every save; it may
+    belong to another job, to which this one is only a reader."""
     for name in os.listdir(root):
-        if name.startswith(EXCHANGE_PREFIX):
-            FileTransport(os.path.join(root, name)).remove()
+        path = os.path.join(root, name)
+        with contextlib.suppress(OSError):
+            if name.startswith(EXCHANGE_PREFIX) and time.time() - os.stat(path).st_mtime > EXCHANGE_AGE_S:
+                FileTransport(path).remove()
 
 
-def _leave_exchange(run: Run, transport: Any) -> None:
+def _leave_exchange(run: Run, transport: Transport) -> None:
     """Remove the exchange directory once every rank has said that it is done; else the next run does."""
     if not isinstance(transport, FileTransport):
         return

@@ -30,6 +30,8 @@ class CheckpointError(Exception):
     """
 
     retryable = True
+    repeated = False
+    """It only says again, for a later save, what all ranks were told of an earlier one."""
 
     def __init__(
         self,

@@ -32,21 +32,19 @@ from ckptengine.staging.status import StatusPage
 from ckptengine.storage.store import Store
 from ckptengine.write.messages import (
     Outcome,
-    Receipt,
     SaveStatus,
     TransportSpec,
     WriteTask,
-    failed_key,
     outcome_key,
     ready_key,
-    receipt_key,
 )
-from ckptengine.write.save import step_path
+from ckptengine.write.save import report_failure, step_path
 
 logger = logging.getLogger(__name__)
 
 POLL_FIRST_S = 0.002
 POLL_LAST_S = 0.02
+ABORT_POLL_S = 0.2
 OUTCOME_GRACE_S = 5.0
 """How much longer than the coordinator the other ranks wait, so that its word arrives before their own
 deadline."""
@@ -81,6 +79,8 @@ class PendingSave:
     arena: Arena | None = None
     rank_nbytes: int = 0
     refused: BaseException | None = None
+    repeats_earlier: bool = False
+    """`refused` is the error of an earlier save, which all ranks were told of then."""
 
 
 class Monitor:
@@ -95,6 +95,8 @@ class Monitor:
         self._closing = False
         self._abort: str | None = None
         self._writer: WriterProcess | None = None
+        # Both threads start it.
+        self._starting = threading.Lock()
         self._transport: Transport | None = None
         self._thread = threading.Thread(target=self._loop, name="ckpt-monitor", daemon=True)
         self._thread.start()
@@ -104,9 +106,18 @@ class Monitor:
     def start_writer(self) -> None:
         """Start the writer process if there is none; costs a few milliseconds, its imports run beside the
         training."""
-        if self._writer is None:
+        with self._starting:
+            if self._writer is not None:
+                return
             writer = WriterProcess(self._run.rank, worker.run, worker.warm_up)
-            writer.start()
+            try:
+                writer.start()
+            except OSError as error:
+                raise SaveFailedError(
+                    f"the writer process cannot be started: {error}",
+                    rank=self._run.rank,
+                    hint="raise the limit on processes or on memory",
+                ) from error
             self._writer = writer
 
     @property
@@ -137,6 +148,15 @@ class Monitor:
         if self._transport is not None:
             self._transport.close()
 
+    def kill(self, reason: str) -> None:
+        """Like `close`, but wait for nothing; for a thread that must not wait any more."""
+        with self._changed:
+            self._abort = reason
+            self._closing = True
+            self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.kill()
+
     # -- the monitor thread --
 
     def _loop(self) -> None:
@@ -150,6 +170,8 @@ class Monitor:
                 self._drive(pending)
             except BaseException as error:
                 logger.exception("step %d: the save monitor failed", pending.handle.step)
+                # It may be reading the arena, which the next save fills.
+                self._drop_writer()
                 self._end(pending, Outcome(committed=False, failure=Failure.of(error, self._run.rank)))
             with self._changed:
                 self._pending.popleft()
@@ -178,7 +200,12 @@ class Monitor:
         config = self._run.config
         retries_left = config.retries - pending.attempt.retry
         task = msgspec.structs.replace(pending.task, may_retry=retries_left > 0)
-        self._submit(task)
+        try:
+            self._submit(task)
+        except Exception as cause:
+            return self._give_up(
+                task, SaveFailedError(f"step {task.step}: no writer process: {cause}", rank=task.rank)
+            )
         page = pending.arena.status
         seen: SaveStatus | None = None
         seen_at = time.monotonic()
@@ -225,6 +252,8 @@ class Monitor:
             pause = min(pause * 1.5, POLL_LAST_S)
 
     def _submit(self, task: WriteTask) -> None:
+        if self._abort is not None:
+            raise SaveFailedError(self._abort)
         if self._writer is not None and self._writer.exitcode is not None:
             self._drop_writer()
         self.start_writer()
@@ -281,20 +310,30 @@ class Monitor:
 
     def _tell_failure(self, attempt: str, failure: Failure, left_s: float) -> Outcome:
         own = Outcome(committed=False, failure=failure)
+        deadline = time.monotonic() + left_s + OUTCOME_GRACE_S
         try:
             transport = self._connect()
-            transport.set_if_absent(failed_key(attempt), msgspec.msgpack.encode(failure))
-            receipt = Receipt(rank=self._run.rank, failure=failure)
-            transport.set_if_absent(receipt_key(attempt, self._run.rank), msgspec.msgpack.encode(receipt))
-            if self._abort is not None:
-                return own
-            data = transport.get(outcome_key(attempt), left_s + OUTCOME_GRACE_S)
-            return msgspec.msgpack.decode(data, type=Outcome)
-        except (TimeoutError, ConnectionError):
-            return own
+            report_failure(attempt, self._run.rank, failure, transport)
+            while self._abort is None and (left := deadline - time.monotonic()) > 0:
+                try:
+                    data = transport.get(outcome_key(attempt), min(left, ABORT_POLL_S))
+                    return msgspec.msgpack.decode(data, type=Outcome)
+                except TimeoutError:
+                    pass
+        except ConnectionError as error:
+            logger.warning("the other ranks could not be told of %s: %s", attempt, error)
+        return own
 
     def _tell_refused(self, pending: PendingSave, error: BaseException) -> None:
         failure = msgspec.structs.replace(Failure.of(error, self._run.rank), retryable=False)
+        if pending.repeats_earlier:
+            failure = Failure(
+                kind="SaveFailedError",
+                message=f"step {pending.handle.step}: refused, with the error of an earlier save: {error}",
+                rank=self._run.rank,
+                retryable=False,
+                repeated=True,
+            )
         outcome = Outcome(committed=False, failure=failure)
         attempt = str(pending.attempt)
         if self._run.world_size > 1 and self._run.is_coordinator:
@@ -332,6 +371,9 @@ class Monitor:
                 kind="SaveFailedError", message="no reason given", rank=COORDINATOR
             )
             handle._error = failure.to_error(SaveFailedError)
+            # Else this rank's next call would raise it, refuse its own save for it, and the ranks would go on
+            # failing each other's saves in turn.
+            handle._observed = failure.repeated
             logger.warning("step %d is not saved: %s", handle.step, handle._error)
         handle._ended.set()
 

@@ -3,6 +3,7 @@ collective."""
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Mapping
@@ -46,7 +47,13 @@ class Saver:
             deadline=handle.times.requested + self._run.config.commit_timeout_s,
         )
         try:
-            self.raise_earlier_failure()
+            handle.step = operator.index(step)
+            if not 0 <= handle.step < 1 << 63:
+                raise ValueError(f"step must be in [0, 2^63), not {step!r}")
+            earlier = self._earlier_failure()
+            if earlier is not None:
+                pending.repeats_earlier = True
+                raise earlier
             self._monitor.start_writer()
             self._stage(pending, state, metadata)
         except BaseException as error:
@@ -64,15 +71,19 @@ class Saver:
     def raise_earlier_failure(self) -> None:
         """Raise the first failed save that nobody has asked about; with `on_error="warn"` it has been logged
         instead."""
+        error = self._earlier_failure()
+        if error is not None:
+            raise error
+
+    def _earlier_failure(self) -> BaseException | None:
         # Asked once: a save that ends right now must not fall between the two lists.
         ended = [h for h in self._handles if h.done()]
         self._handles = [h for h in self._handles if h not in ended]
         failed = [h for h in ended if h._error is not None and not h._observed]
-        if failed and self._run.config.on_error == "raise":
-            failed[0]._observed = True
-            error = failed[0]._error
-            assert error is not None
-            raise error
+        if not failed or self._run.config.on_error != "raise":
+            return None
+        failed[0]._observed = True
+        return failed[0]._error
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until no save is under way; False if `timeout_s` passes first."""
@@ -83,7 +94,12 @@ class Saver:
         return self._monitor.writer_pid
 
     def close(self, timeout_s: float | None, reason: str) -> None:
-        self._monitor.close(timeout_s, reason)
+        try:
+            self._monitor.close(timeout_s, reason)
+        except BaseException as error:
+            # Interrupted in the wait, and with the writer left behind the process could not end.
+            self._monitor.kill(f"{reason}, and that was cut short by {type(error).__name__}")
+            raise
         self._pool.close()
 
     def _stage(self, pending: PendingSave, state: Any, metadata: Mapping[str, Any] | None) -> None:

@@ -1,30 +1,34 @@
 """Finds the ranks of a `torch.distributed` job, and carries their messages over its store.
 
-The store is used through connections of our own: a blocking wait on torch's own client holds that client's
-lock, and the training thread would wait with it. No collective is ever issued.
+The store is used through connections of our own, and never in a blocking wait: that holds the client's lock,
+cannot be interrupted, and writes a warning to stderr each time it ends in vain. No collective is ever issued.
 """
 
 from __future__ import annotations
 
 import datetime
-import itertools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-from ckptengine.comm.transport import FileTransport, MemoryTransport, Transport
-from ckptengine.errors import CommitTimeoutError
+from ckptengine.comm.transport import FileTransport, MemoryTransport, Transport, wait_for
+from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.write.messages import TransportSpec
 
-_instances = itertools.count(1)
+CONNECT_TIMEOUT_S = 30.0
+
+_greetings: Counter[str] = Counter()
+"""How often each process group has said hello. Counted by group, since ranks differ in what groups they are
+in."""
 
 
 class StoreTransport:
     """Ranks with one `torch.distributed.TCPStore`."""
 
-    def __init__(self, host: str, port: int, prefix: str, timeout_s: float = 30.0) -> None:
+    def __init__(self, host: str, port: int, prefix: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         self._prefix = prefix
         try:
             self._store = TCPStore(
@@ -44,12 +48,14 @@ class StoreTransport:
             raise _unreachable(error) from error
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        name = self._prefix + key
+        value = wait_for(lambda: self.peek(key), timeout_s)
+        if value is None:
+            raise TimeoutError(f"no value for {key!r} within {timeout_s:g} s")
+        return value
+
+    def peek(self, key: str) -> bytes | None:
         try:
-            self._store.wait([name], datetime.timedelta(seconds=max(timeout_s, 0.001)))
-            return bytes(self._store.get(name))
-        except dist.DistStoreError as error:
-            raise TimeoutError(f"no value for {key!r} within {timeout_s:g} s") from error
+            return _peek(self._store, self._prefix + key)
         except (dist.DistError, RuntimeError) as error:
             raise _unreachable(error) from error
 
@@ -69,6 +75,10 @@ class StoreTransport:
         del self._store
 
 
+def _peek(store: Any, key: str) -> bytes | None:
+    return bytes(store.get(key)) if store.check([key]) else None
+
+
 def _unreachable(error: Exception) -> ConnectionError:
     return ConnectionError(f"the job's store does not answer: {error}")
 
@@ -85,8 +95,9 @@ class Membership:
     hello_key: str = ""
 
     def spec(self, directory: str, prefix: str) -> TransportSpec:
-        """How to reach all ranks: over the TCP store under the group's store if there is one, else over
-        `directory`."""
+        """How this rank reaches all others: over the TCP store under the group's store if there is one, else
+        over `directory`. The store's address is this rank's own: on its node, the host may be called
+        "localhost"."""
         if self.world_size == 1:
             return TransportSpec(kind="none")
         base = self.hello
@@ -101,18 +112,20 @@ class Membership:
         if self.world_size == 1:
             assert message is not None
             return message
-        if message is not None:
-            self.hello.set(self.hello_key, message)
-            return message
         try:
-            self.hello.wait([self.hello_key], datetime.timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
+            if message is not None:
+                self.hello.set(self.hello_key, message)
+                return message
+            heard = wait_for(lambda: _peek(self.hello, self.hello_key), timeout_s)
+        except (dist.DistError, RuntimeError) as error:
+            raise CheckpointError(f"the process group's store does not answer: {error}") from error
+        if heard is None:
             raise CommitTimeoutError(
                 f"the coordinator did not open the checkpoint root within {timeout_s:g} s",
                 rank=0,
                 hint="every rank must make the Checkpointer",
-            ) from None
-        return bytes(self.hello.get(self.hello_key))
+            )
+        return heard
 
 
 def membership(process_group: dist.ProcessGroup | None) -> Membership:
@@ -128,13 +141,14 @@ def membership(process_group: dist.ProcessGroup | None) -> Membership:
     if world_size == 1:
         return Membership(0, 1)
     store = dist.distributed_c10d._get_process_group_store(group)
-    return Membership(rank, world_size, store, f"ckptengine/hello/{next(_instances)}")
+    _greetings[group.group_name] += 1
+    return Membership(rank, world_size, store, f"ckptengine/hello/{_greetings[group.group_name]}")
 
 
-def connect(spec: TransportSpec) -> Transport:
-    """A connection of the caller's own to the run's transport."""
+def connect(spec: TransportSpec, timeout_s: float = CONNECT_TIMEOUT_S) -> Transport:
+    """A connection of the caller's own to the run's transport; `ConnectionError` if there is none."""
     if spec.kind == "tcp":
-        return StoreTransport(spec.host, spec.port, spec.prefix)
+        return StoreTransport(spec.host, spec.port, spec.prefix, timeout_s)
     if spec.kind == "file":
         return FileTransport(spec.directory)
     return MemoryTransport()

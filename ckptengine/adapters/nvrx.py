@@ -13,15 +13,22 @@ import contextlib
 import inspect
 import logging
 import multiprocessing.process
+import multiprocessing.spawn
+import multiprocessing.util
 import os
-import sys
+import signal
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    PersistentAsyncCaller,
+)
 from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
+
+from ckptengine.adapters import lifeline
 
 logger = logging.getLogger(__name__)
 
@@ -33,41 +40,57 @@ class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no 
     """One persistent writer process, scheduled by NVRx. Methods may be called from any thread.
 
     `async_save` queues one task; `finalize_async_save` never waits. The process ends with `close`, with
-    `kill`, or when the trainer does (the writer watches it). After any of these the object is spent: make a
-    new one.
+    `kill`, with NVRx's `abort_nvrx_checkpoint()`, or when the trainer does (`lifeline`). After any of these
+    the object is spent: make a new one.
     """
 
-    def __init__(self, rank: int, async_fn: Callable[[bytes], None], warm_up: Callable[[int], None]) -> None:
-        """Both are module-level functions that run in the process and must not raise: NVRx's worker dies of
-        an exception without a word to the trainer. `warm_up` gets this process's id, once, before `async_fn`
-        gets the tasks."""
+    def __init__(self, rank: int, async_fn: Callable[[bytes], None], warm_up: Callable[[], None]) -> None:
+        """Both are module-level functions that run in the process: `warm_up` once, when their module has been
+        imported, then `async_fn` with each task. They must not raise: NVRx's worker dies of an exception
+        without a word to the trainer."""
         # Not super().__init__(): it resets TorchAsyncCheckpoint.async_fn for every other user in this
         # process.
         self._fn = async_fn
         self._warm_up = warm_up
-        self._async_calls_queue = AsyncCallsQueue(**_queue_options())
-        self._caller = self._async_calls_queue._get_async_caller()
+        self._caller = PersistentAsyncCaller(**_caller_options())
         # Else the caller asks torch.distributed, which need not be initialised.
         self._caller.rank = rank
+        self._async_calls_queue = AsyncCallsQueue(persistent=True)
+        # Given, not asked for: since 0.6 the queue would take the process another user has warmed up for
+        # itself; and a queue made with `cpu_shm_mode` makes all of NVRx's other writers drain it first.
+        self._async_calls_queue.persistent_caller = self._caller
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._lock = threading.Lock()
+        self._at_exit: multiprocessing.util.Finalize | None = None
+        self._lock = threading.RLock()
 
     def start(self) -> None:
         """Start the process; returns after milliseconds, while its imports go on for seconds."""
         with self._lock:
-            if self._process is None:
-                with _main_module_hidden():
-                    self._schedule(self._warm_up, os.getpid())
-                self._process = self._caller.process
+            if self._process is not None:
+                return
+            try:
+                with _lifeline_as_main_module(), _interrupts_blocked():
+                    self._schedule(self._warm_up)
+            except BaseException:
+                if self._caller.process is not None and self._caller.process.pid is not None:
+                    self._caller.process.kill()
+                self._disarm()
+                raise
+            process = self._process = self._caller.process
+            # A worker of 0.4.1 is not a daemon: at exit, multiprocessing would wait for it to end by itself.
+            self._at_exit = multiprocessing.util.Finalize(None, process.kill, exitpriority=0)
 
     def async_save(self, task: bytes) -> None:
         """Queue `task` for the process, which is started if need be."""
-        self.start()
         with self._lock:
+            self.start()
             self._schedule(self._fn, bytes(task))
 
-    def _schedule(self, fn: Callable[..., None], argument: bytes | int) -> None:
-        self._async_calls_queue.schedule_async_request(AsyncRequest(fn, (argument,), [], {}))
+    def _schedule(self, fn: Callable[..., None], *arguments: bytes) -> None:
+        if self._async_calls_queue.persistent_caller is not self._caller:
+            # The queue would silently start another process, with defaults of its own.
+            raise RuntimeError("this writer process was closed or aborted")
+        self._async_calls_queue.schedule_async_request(AsyncRequest(fn, arguments, [], {}))
 
     def finalize_async_save(
         self, blocking: bool = False, no_dist: bool = True, terminate: bool = False
@@ -93,11 +116,10 @@ class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no 
     def close(self, abort: bool = False, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """End the process after the tasks it has, or at once with `abort`; killed if it takes longer than
         `timeout_s`."""
-        with self._lock:
-            process = self._process
-            if process is not None and not abort and process.is_alive():
-                self._caller.queue.put("DONE")
-                process.join(timeout_s)
+        process = self._process
+        if process is not None and not abort and process.is_alive():
+            self._caller.queue.put("DONE")
+            process.join(timeout_s)
         if process is not None and process.is_alive():
             if not abort:
                 logger.warning(
@@ -114,44 +136,76 @@ class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no 
     def _disarm(self) -> None:
         """Leave nothing that NVRx's destructors could wait for."""
         with self._lock:
-            self._async_calls_queue.async_calls.clear()
-            self._async_calls_queue.persistent_caller = None
+            if self._at_exit is not None:
+                self._at_exit.cancel()
+            queue = self._async_calls_queue
+            queue.async_calls.clear()
+            queue.persistent_caller = None
+            # Its destructor calls it, and since 0.6 that ends a process another user has warmed up.
+            queue.close = _do_nothing
             self._caller.process = None
-            for queue in (self._caller.queue, self._caller.preload_q, self._caller.comp_q):
-                queue.cancel_join_thread()
-                queue.close()
+            for pipe in (self._caller.queue, self._caller.preload_q, self._caller.comp_q):
+                pipe.cancel_join_thread()
+                pipe.close()
 
     def __del__(self) -> None:
         # From 0.5 on, NVRx's destructor finalizes every open call, blocking, with collectives.
         pass
 
 
-def _queue_options() -> dict[str, Any]:
-    """What this version's queue takes, of what we want."""
+def _caller_options() -> dict[str, Any]:
+    """What this version's caller takes, of what we want."""
     wanted: dict[str, Any] = {
-        "persistent": True,
         # A daemonic worker is ended by the interpreter's exit instead of being waited for.
         "is_daemon": True,
         # The staged bytes are host memory; without this, 0.6 and later pick a device by `rank %
-        # device_count()`.
+        # device_count()`, and make a context on it.
         "cpu_shm_mode": True,
     }
-    known = inspect.signature(AsyncCallsQueue.__init__).parameters
+    known = inspect.signature(PersistentAsyncCaller.__init__).parameters
     return {name: value for name, value in wanted.items() if name in known}
 
 
+def _do_nothing(abort: bool = False) -> None:
+    pass
+
+
+_patching = threading.Lock()
+
+
 @contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Start a process without the trainer's `__main__`.
+def _lifeline_as_main_module() -> Iterator[None]:
+    """Processes that this thread starts meanwhile run `lifeline` in place of the trainer's `__main__`.
 
     `multiprocessing` runs the main module again in a spawned child: a script without an `if __name__ ==
-    "__main__"` guard would start its training there. The writer needs nothing of it.
+    "__main__"` guard would start its training there. The writer needs nothing of it. Other threads, which may
+    be starting data loaders, see no difference.
     """
-    main = sys.modules["__main__"]
-    blank = types.ModuleType("__main__")
-    blank.__spec__ = None
-    sys.modules["__main__"] = blank
+    thread = threading.get_ident()
+    with _patching:
+        original = multiprocessing.spawn.get_preparation_data
+
+        def get_preparation_data(name: str) -> dict[str, Any]:
+            data = original(name)
+            if threading.get_ident() == thread:
+                data.pop("init_main_from_path", None)
+                data["init_main_from_name"] = lifeline.__name__
+                data["sys_argv"] = ["ckptengine-writer", str(os.getpid())]
+            return data
+
+        multiprocessing.spawn.get_preparation_data = get_preparation_data
+        try:
+            yield
+        finally:
+            multiprocessing.spawn.get_preparation_data = original
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that this thread starts meanwhile never see Ctrl-C, which goes to the whole foreground group:
+    the trainer decides what it means."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -3,53 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-import os
-import select
 import signal
-import threading
-import time
 
 import msgspec
 
-from ckptengine.adapters import c10d
-from ckptengine.comm.group import COORDINATOR
+from ckptengine.adapters import c10d, lifeline
+from ckptengine.comm.group import COORDINATOR, Failure
 from ckptengine.comm.transport import Transport
 from ckptengine.staging.arena import Arena, attach
 from ckptengine.storage.posix import PosixStore
-from ckptengine.write.messages import Outcome, TransportSpec, WriteTask
-from ckptengine.write.save import forget, run_save
+from ckptengine.write.messages import Outcome, TransportSpec, WriteTask, gone_key
+from ckptengine.write.save import forget, report_failure, run_save
 
 logger = logging.getLogger(__name__)
 
-PARENT_POLL_S = 0.2
+LAST_CONNECT_S = 3.0
 
 
-def warm_up(trainer_pid: int) -> None:
-    """The first task of every writer process: bind its life to the trainer's. Its imports are done with it,
-    too."""
-    _bind_to(trainer_pid)
+def warm_up() -> None:
+    """The first task of every writer process; with it, its imports are done."""
+    lifeline.last_word = _last_word
+    # From 0.6 on, NVRx turns SIGTERM into an exception, to clean up what is not used here; thrown into a
+    # wait or a write it would come late, and a killed writer leaves nothing behind that counts.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run(data: bytes) -> None:
-    """Carry out the encoded `WriteTask`; called by NVRx's worker in its main thread. Never raises."""
+    """Carry out the encoded `WriteTask`; called by NVRx's worker in its main thread.
+
+    Raises, and with that ends the process, only if it cannot get at the staged bytes: the trainer has given
+    the save up or is gone, and there is no page to report on.
+    """
     task = msgspec.msgpack.decode(data, type=WriteTask)
-    try:
-        arena = _process.arena(task)
-    except OSError as error:
-        # Without the arena there is no page to report on; the trainer is gone or has given the save up.
-        logger.error(
-            "step %d: cannot open the staged bytes of process %d: %s", task.step, task.arena.pid, error
-        )
-        return
+    arena = _process.arena(task)
+    _process.task, _process.ended = task, False
     store = PosixStore(direct_io=task.direct_io)
     try:
         transport = _process.transport(task.transport)
     except ConnectionError as error:
         transport = _Unreachable(str(error))
     outcome = run_save(task, store, transport, arena.status, arena.payload)
+    _process.ended = True
     if task.rank == COORDINATOR:
         _process.tidy(task, transport, outcome)
+    if not outcome.committed:
+        # A traceback is a cycle that holds its frames' views of the arena, and NVRx 0.4.1 turns the collector
+        # off in this process.
+        gc.collect()
 
 
 class _Process:
@@ -57,6 +59,9 @@ class _Process:
     faults each time."""
 
     def __init__(self) -> None:
+        self.task: WriteTask | None = None
+        """The newest task, and whether it has ended."""
+        self.ended = True
         self._arenas: dict[int, Arena] = {}
         self._transports: dict[TransportSpec, Transport] = {}
         self._past_attempts: list[str] = []
@@ -88,6 +93,26 @@ class _Process:
 _process = _Process()
 
 
+def _last_word() -> None:
+    """The trainer is gone: the other ranks need not wait for their deadline to learn that."""
+    task, ended = _process.task, _process.ended
+    if task is None or task.world_size == 1:
+        return
+    failure = Failure(
+        kind="SaveFailedError",
+        message=f"the trainer process of rank {task.rank} has ended",
+        rank=task.rank,
+        hint="restart the job; the newest committed checkpoint stands",
+        retryable=False,
+    )
+    with contextlib.suppress(ConnectionError):
+        # Of its own: the main thread may be waiting on the other one.
+        transport = c10d.connect(task.transport, timeout_s=LAST_CONNECT_S)
+        transport.set_if_absent(gone_key(task.attempt), msgspec.msgpack.encode(failure))
+        if not ended:
+            report_failure(task.attempt, task.rank, failure, transport)
+
+
 class _Unreachable:
     """A transport that could not be joined: the save fails with the reason instead of the process."""
 
@@ -100,6 +125,9 @@ class _Unreachable:
     def get(self, key: str, timeout_s: float) -> bytes:
         raise ConnectionError(self._reason)
 
+    def peek(self, key: str) -> bytes | None:
+        raise ConnectionError(self._reason)
+
     def set_if_absent(self, key: str, value: bytes) -> bytes:
         raise ConnectionError(self._reason)
 
@@ -108,28 +136,3 @@ class _Unreachable:
 
     def close(self) -> None:
         pass
-
-
-def _bind_to(pid: int) -> None:
-    """End this process when the trainer ends, however it ends.
-
-    `PR_SET_PDEATHSIG` would fire when the *thread* that started us ends; a pidfd speaks of the process. A
-    half-written attempt is never listed, so there is nothing to clean up.
-    """
-    # Ctrl-C goes to the whole foreground group; the trainer decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_watch, args=(pid,), name="ckpt-watch-trainer", daemon=True).start()
-
-
-def _watch(pid: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        descriptor = os.pidfd_open(pid)
-        if os.getppid() == pid:
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            while not poll.poll():
-                pass
-        os._exit(1)
-    while os.getppid() == pid:
-        time.sleep(PARENT_POLL_S)
-    os._exit(1)

@@ -6,7 +6,9 @@ missing, works alike under gloo and NCCL, and touches neither the device nor the
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -33,6 +35,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     offset: int | None = None
     hint: str | None = None
     retryable: bool = True
+    repeated: bool = False
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
@@ -58,6 +61,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             offset=error.offset,
             hint=error.hint,
             retryable=error.retryable,
+            repeated=error.repeated,
             **lists,
         )
 
@@ -69,7 +73,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             cls = default
         error: CheckpointError = cls(self.message)
         error.rank, error.path, error.fqn, error.offset = self.rank, self.path, self.fqn, self.offset
-        error.hint, error.retryable = self.hint, self.retryable
+        error.hint, error.retryable, error.repeated = self.hint, self.retryable, self.repeated
         if isinstance(error, StateMismatchError):
             error.missing, error.unexpected, error.mismatched = self.missing, self.unexpected, self.mismatched
         return error
@@ -113,7 +117,10 @@ class Group:
         report = _Report(value, failure)
         if self.world_size == 1:
             return _values([report])
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        with _connection_named(what):
+            return self._gather_all(key, report, what, self.timeout_s if timeout_s is None else timeout_s)
+
+    def _gather_all(self, key: str, report: _Report, what: str, timeout_s: float) -> list[bytes]:
         self.transport.set(f"{key}/{self.rank}", msgspec.msgpack.encode(report))
         if self.is_coordinator:
             reports, missing = self._collect(key, timeout_s)
@@ -141,6 +148,10 @@ class Group:
         """The coordinator gives one value for each rank, or its failure; each rank gets its own and nothing
         else."""
         key = self._next_key()
+        with _connection_named(what):
+            return self._scatter(key, values, failure, what)
+
+    def _scatter(self, key: str, values: list[bytes] | None, failure: Failure | None, what: str) -> bytes:
         if self.is_coordinator:
             if self.world_size > 1:
                 for rank in range(self.world_size):
@@ -177,6 +188,17 @@ class Group:
             except TimeoutError:
                 missing.append(rank)
         return reports, missing
+
+
+@contextlib.contextmanager
+def _connection_named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ConnectionError as error:
+        raise CheckpointError(
+            f"the other ranks cannot be reached while {what}: {error}",
+            hint="has a rank ended, or the process group been destroyed?",
+        ) from error
 
 
 def _values(reports: list[_Report]) -> list[bytes]:

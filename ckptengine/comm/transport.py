@@ -12,10 +12,11 @@ import shutil
 import threading
 import time
 import urllib.parse
+from collections.abc import Callable
 from typing import Protocol
 
 POLL_FIRST_S = 0.001
-POLL_LAST_S = 0.1
+POLL_LAST_S = 0.5
 
 
 class Transport(Protocol):
@@ -34,7 +35,12 @@ class Transport(Protocol):
         ...
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Wait for `key` and return its value; `TimeoutError` when `timeout_s` pass first."""
+        """Wait for `key` and return its value; `TimeoutError` when `timeout_s` pass first. The wait can be
+        interrupted by a signal."""
+        ...
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of `key` if it has one now."""
         ...
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
@@ -48,6 +54,22 @@ class Transport(Protocol):
     def close(self) -> None:
         """Release connections; the space itself lives on."""
         ...
+
+
+def wait_for(peek: Callable[[], bytes | None], timeout_s: float) -> bytes | None:
+    """Look again and again until there is a value; None when `timeout_s` pass first.
+
+    The pauses are a twentieth of the time waited so far, up to half a second: a parallel file system's
+    metadata server, and a job's one store, serve all ranks.
+    """
+    started = time.monotonic()
+    while (value := peek()) is None:
+        waited = time.monotonic() - started
+        if waited >= timeout_s:
+            return None
+        pause = min(max(waited / 20, POLL_FIRST_S), POLL_LAST_S)
+        time.sleep(min(pause, timeout_s - waited))
+    return value
 
 
 class MemoryTransport:
@@ -68,6 +90,10 @@ class MemoryTransport:
                 raise TimeoutError(f"no value for {key!r} within {timeout_s:g} s")
             return self._values[key]
 
+    def peek(self, key: str) -> bytes | None:
+        with self._changed:
+            return self._values.get(key)
+
     def set_if_absent(self, key: str, value: bytes) -> bytes:
         with self._changed:
             stored = self._values.setdefault(key, value)
@@ -86,8 +112,7 @@ class FileTransport:
     """The ranks share a directory, and nothing else.
 
     A value is a file that appears whole under its name: written beside it, then renamed (`set`) or
-    hard-linked (`set_if_absent`: link fails if the name exists, also over NFS and Lustre). Readers poll, with
-    growing pauses up to 0.1 s: a parallel file system's metadata server is a shared resource.
+    hard-linked (`set_if_absent`: link fails if the name exists, also over NFS and Lustre). Readers poll.
     """
 
     def __init__(self, directory: str) -> None:
@@ -114,22 +139,20 @@ class FileTransport:
             raise ConnectionError(f"cannot write {path}: {error}") from error
 
     def get(self, key: str, timeout_s: float) -> bytes:
+        value = wait_for(lambda: self.peek(key), timeout_s)
+        if value is None:
+            raise TimeoutError(f"no value for {key!r} in {self.directory} within {timeout_s:g} s")
+        return value
+
+    def peek(self, key: str) -> bytes | None:
         path = self._path(key)
-        deadline = time.monotonic() + timeout_s
-        pause = POLL_FIRST_S
-        while True:
-            try:
-                with open(path, "rb") as file:
-                    return file.read()
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise ConnectionError(f"cannot read {path}: {error}") from error
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"no value for {key!r} in {self.directory} within {timeout_s:g} s")
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, POLL_LAST_S)
+        try:
+            with open(path, "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ConnectionError(f"cannot read {path}: {error}") from error
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
         path = self._path(key)

@@ -11,7 +11,6 @@ from dataclasses import replace
 import msgspec
 
 from ckptengine.catalog.catalog import read_manifest
-from ckptengine.comm.group import Failure
 from ckptengine.comm.transport import Transport
 from ckptengine.errors import (
     CheckpointError,
@@ -28,11 +27,11 @@ from ckptengine.format.shard import ShardHeader
 from ckptengine.read.shards import open_header
 from ckptengine.storage.store import Store
 from ckptengine.write.messages import Receipt, WriteTask, failed_key, receipt_key
+from ckptengine.write.waiting import wait_for_key
 
 logger = logging.getLogger(__name__)
 
 HEADER_READERS = 16
-FAILURE_POLL_S = 0.5
 
 
 def collect_receipts(transport: Transport, task: WriteTask, own: Receipt) -> list[Receipt]:
@@ -48,24 +47,15 @@ def collect_receipts(transport: Transport, task: WriteTask, own: Receipt) -> lis
 
 
 def _wait_for_receipt(transport: Transport, task: WriteTask, rank: int) -> Receipt:
-    while True:
-        left = task.deadline_unix - time.time()
-        if left <= 0:
-            raise CommitTimeoutError(
-                f"step {task.step}: rank {rank} did not make its shard durable before the commit deadline",
-                rank=rank,
-                hint="see that rank's log; raise Config.commit_timeout_s if its storage is only slow",
-            )
-        try:
-            data = transport.get(receipt_key(task.attempt, rank), min(left, FAILURE_POLL_S))
-            return msgspec.msgpack.decode(data, type=Receipt)
-        except TimeoutError:
-            pass
-        try:
-            data = transport.get(failed_key(task.attempt), 0.001)
-        except TimeoutError:
-            continue
-        raise msgspec.msgpack.decode(data, type=Failure).to_error(SaveFailedError)
+    try:
+        data = wait_for_key(transport, task, receipt_key(task.attempt, rank), failed_key(task.attempt))
+    except TimeoutError:
+        raise CommitTimeoutError(
+            f"step {task.step}: rank {rank} did not make its shard durable before the commit deadline",
+            rank=rank,
+            hint="see that rank's log; raise Config.commit_timeout_s if its storage is only slow",
+        ) from None
+    return msgspec.msgpack.decode(data, type=Receipt)
 
 
 def commit(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from ckptengine.comm.group import Failure
+from ckptengine.format.names import AttemptId
 
 
 class ArenaRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,3 +122,9 @@ def failed_key(attempt: str) -> str:
 
 def outcome_key(attempt: str) -> str:
     return f"{attempt}/outcome"
+
+
+def gone_key(attempt: str) -> str:
+    """Set by the writer whose trainer has ended, for the attempt's whole run: no later save can succeed
+    either."""
+    return f"{AttemptId.parse(attempt).run}/gone"

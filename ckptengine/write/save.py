@@ -36,6 +36,7 @@ from ckptengine.write.messages import (
     receipt_key,
 )
 from ckptengine.write.shard_writer import write_shard
+from ckptengine.write.waiting import wait_for_key
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,20 @@ def forget(attempt: str, world_size: int, transport: Transport) -> None:
         *(receipt_key(attempt, rank) for rank in range(world_size)),
     ):
         transport.delete(key)
+
+
+def report_failure(attempt: str, rank: int, failure: Failure, transport: Transport) -> None:
+    """Tell all ranks that `rank` cannot finish the attempt. A word of its writer's that came before
+    stands."""
+    if rank == COORDINATOR:
+        # Writers that still wait for the directory must not wait for the deadline.
+        transport.set(ready_key(attempt), msgspec.msgpack.encode(failure))
+        outcome = Outcome(committed=False, failure=failure)
+        transport.set_if_absent(outcome_key(attempt), msgspec.msgpack.encode(outcome))
+    else:
+        transport.set_if_absent(failed_key(attempt), msgspec.msgpack.encode(failure))
+        receipt = Receipt(rank=rank, failure=failure)
+        transport.set_if_absent(receipt_key(attempt, rank), msgspec.msgpack.encode(receipt))
 
 
 def shard_path(task: WriteTask) -> str:
@@ -131,7 +146,7 @@ def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> N
         transport.set(ready_key(task.attempt), msgspec.msgpack.encode(None))
         return
     try:
-        answer = transport.get(ready_key(task.attempt), _left(task))
+        answer = wait_for_key(transport, task, ready_key(task.attempt))
     except TimeoutError:
         raise CommitTimeoutError(
             f"step {task.step}: the coordinator did not make the attempt's directory in time",
@@ -174,14 +189,16 @@ def _report_and_wait(task: WriteTask, store: Store, transport: Transport, receip
         transport.set_if_absent(failed_key(task.attempt), msgspec.msgpack.encode(receipt.failure))
     transport.set(receipt_key(task.attempt, task.rank), msgspec.msgpack.encode(receipt))
     try:
-        data = transport.get(outcome_key(task.attempt), _left(task))
+        data = wait_for_key(transport, task, outcome_key(task.attempt))
         return msgspec.msgpack.decode(data, type=Outcome)
-    except (TimeoutError, ConnectionError) as error:
+    except (TimeoutError, ConnectionError, CheckpointError) as error:
         # The coordinator may have died between publishing and telling; the manifest is the truth.
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(store, step_path(task))
             if manifest.attempt == task.attempt:
                 return _committed(manifest)
+        if isinstance(error, CheckpointError) and not isinstance(error, CommitTimeoutError):
+            raise
         raise CommitTimeoutError(
             f"step {task.step}: the coordinator did not say in time how the attempt ended ({error})",
             path=step_path(task),
@@ -205,10 +222,6 @@ def _retain(task: WriteTask, store: Store) -> None:
     except (OSError, CheckpointError) as error:
         # The step is committed; what could not be deleted is tried again after the next commit.
         logger.warning("retention in %s failed: %s", task.root, error)
-
-
-def _left(task: WriteTask) -> float:
-    return max(task.deadline_unix - time.time(), 0.001)
 
 
 class _Reporter:

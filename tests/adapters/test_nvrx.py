@@ -168,4 +168,4 @@ def test_a_script_without_a_main_guard_does_not_run_again_in_the_writer(tmp_path
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "lives").read_text() == "x"
-    assert (tmp_path / "ran").read_text().endswith(" None")
+    assert (tmp_path / "ran").read_text().endswith("/ckptengine/adapters/lifeline.py")

@@ -86,6 +86,25 @@ def test_a_foreign_exception_becomes_a_checkpoint_error_that_names_it() -> None:
     assert error.rank == 3
 
 
+def test_a_failure_that_only_repeats_an_earlier_one_stays_so_across_ranks() -> None:
+    failure = Failure(kind="SaveFailedError", message="m", rank=1, repeated=True)
+    assert Failure.of(failure.to_error(), 0).repeated
+    assert not Failure.of(CheckpointError("m"), 0).repeated
+
+
+def test_a_lost_connection_is_a_checkpoint_error_that_says_what_was_going_on() -> None:
+    class Gone(MemoryTransport):
+        def set(self, key: str, value: bytes) -> None:
+            raise ConnectionError("no such host")
+
+    for call in (
+        lambda: Group(0, 2, Gone(), "g", 1.0).gather_all(b"", what="choosing a step"),
+        lambda: Group(0, 2, Gone(), "g", 1.0).scatter([b"", b""], what="choosing a step"),
+    ):
+        with pytest.raises(CheckpointError, match="while choosing a step: no such host"):
+            call()
+
+
 def test_what_cannot_be_retried_stays_so_across_ranks() -> None:
     assert not Failure.of(UnsupportedStateError("a lambda"), 0).to_error().retryable
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -42,6 +44,34 @@ def test_get_waits_for_a_value_that_comes_later(connect: Connect) -> None:
     timer.start()
     assert reader.get("late", 10.0) == b"x"
     timer.join()
+
+
+def test_peek_does_not_wait(connect: Connect) -> None:
+    transport = connect()
+    assert transport.peek("k") is None
+    connect().set("k", b"v")
+    assert transport.peek("k") == b"v"
+
+
+def test_a_wait_can_be_interrupted(connect: Connect) -> None:
+    """As Ctrl-C does, or NVRx's in-process restart: nothing else would end a wait for a rank that is gone."""
+    transport = connect()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        transport.get("never", 60.0)
+    assert time.monotonic() - started < 10
+    timer.join()
+
+
+def test_waiting_in_vain_is_silent(connect: Connect, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's own blocking wait writes two warnings to stderr each time its deadline passes."""
+    transport = connect()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            transport.get("never", 0.05)
+    assert capfd.readouterr().err == ""
 
 
 def test_get_ends_at_its_deadline_and_the_connection_still_works(connect: Connect) -> None:

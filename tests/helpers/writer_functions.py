@@ -9,10 +9,6 @@ import time
 from pathlib import Path
 
 
-def bind_nothing(pid: int) -> None:
-    """A warm-up that leaves the process as NVRx starts it."""
-
-
 def touch(path: bytes) -> None:
     """Say who ran the task, and what `__main__` is there."""
     main = getattr(sys.modules["__main__"], "__file__", None)

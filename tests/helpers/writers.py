@@ -18,7 +18,7 @@ class LentWriter:
     """Stands in for `ckptengine.monitor.WriterProcess`: when it is closed in good order, its process is kept
     for the next."""
 
-    def __init__(self, rank: int, async_fn: Callable[[bytes], None], warm_up: Callable[[int], None]) -> None:
+    def __init__(self, rank: int, async_fn: Callable[[bytes], None], warm_up: Callable[[], None]) -> None:
         while _idle and _idle[-1].exitcode is not None:
             _idle.pop().close()
         self._writer = _idle.pop() if _idle else WriterProcess(rank, async_fn, warm_up)

@@ -1,0 +1,39 @@
+"""How does a writer wait for another rank? Until its deadline, or until it hears that waiting is in vain."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from ckptengine.comm.group import Failure
+from ckptengine.comm.transport import Transport, wait_for
+from ckptengine.errors import SaveFailedError
+from ckptengine.write.messages import WriteTask, gone_key
+
+FAILURE_POLL_S = 0.5
+
+
+def wait_for_key(transport: Transport, task: WriteTask, key: str, *failed_keys: str) -> bytes:
+    """The value of `key`, once there is one.
+
+    Raises the failure that one of `failed_keys`, or the run's `gone_key`, comes to hold first, and
+    `TimeoutError` at the task's deadline.
+    """
+    looked = time.monotonic()
+
+    def peek() -> bytes | None:
+        nonlocal looked
+        value = transport.peek(key)
+        if value is None and time.monotonic() - looked >= FAILURE_POLL_S:
+            looked = time.monotonic()
+            for failed in (*failed_keys, gone_key(task.attempt)):
+                failure = transport.peek(failed)
+                if failure is not None:
+                    raise msgspec.msgpack.decode(failure, type=Failure).to_error(SaveFailedError)
+        return value
+
+    value = wait_for(peek, max(task.deadline_unix - time.time(), 0.001))
+    if value is None:
+        raise TimeoutError(f"no value for {key!r} before the deadline")
+    return value
