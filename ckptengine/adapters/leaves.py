@@ -47,17 +47,16 @@ class Leaf:
         return nbytes
 
     @property
+    def in_c_order(self) -> bool:
+        return same_strides(self.shape, self.stride, c_strides(self.shape))
+
+    @property
     def span_nbytes(self) -> int:
         """Bytes from its first element to the end of its last in the data section."""
         if 0 in self.shape:
             return 0
-        return self.itemsize * (
-            1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        )
-
-    @property
-    def in_c_order(self) -> bool:
-        return same_strides(self.shape, self.stride, c_strides(self.shape))
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.itemsize * (1 + sum([(size - 1) * step for size, step in steps]))
 
     @property
     def whole(self) -> Chunk:
@@ -130,6 +129,8 @@ def misfits(local: Local, leaf: Leaf) -> list[str]:
     name = dtype_name(local.tensor.dtype)
     if name != leaf.dtype:
         problems.append(f"dtype {name}, in the checkpoint {leaf.dtype}")
+    if local.chunk is None and leaf.chunk is None and local.tensor.shape == leaf.shape:
+        return problems
     own = Chunk.whole(tuple(local.tensor.shape)) if local.chunk is None else local.chunk
     stored = leaf.whole
     if own.tensor_shape != stored.tensor_shape:

@@ -28,19 +28,22 @@ class Placement:
 
     leaf: Leaf
     tensor: torch.Tensor
-    # Its first byte in memory, and the byte after its last.
+    # Its first byte in memory, and the byte after its last; both 0 if it is empty.
     start: int = 0
     stop: int = 0
+    # Are its bytes the same, in the same order and without gaps, in memory and in the data section?
+    linear: bool = False
 
     def __post_init__(self) -> None:
-        if self.tensor.numel():
-            self.start = self.tensor.data_ptr()
-            self.stop = self.start + extent_nelem(self.tensor) * self.tensor.element_size()
-
-    @property
-    def linear(self) -> bool:
-        """Are its bytes the same, in the same order and without gaps, in memory and in the data section?"""
-        return self.tensor.is_contiguous() and self.plain_memory and self.leaf.in_c_order
+        tensor = self.tensor
+        nelem = tensor.numel()
+        if nelem:
+            self.start = tensor.data_ptr()
+            if tensor.is_contiguous():
+                self.linear = self.leaf.in_c_order and self.plain_memory
+            else:
+                nelem = extent_nelem(tensor)
+            self.stop = self.start + nelem * tensor.element_size()
 
     @property
     def plain_memory(self) -> bool:
@@ -120,7 +123,7 @@ class Plan:
                 )
             # The bytes were written behind autograd's back; what was saved for a backward pass before is
             # stale.
-            touched = [tensor for tensor in self._direct if not tensor.is_inference()]
+            touched = [tensor.detach() for tensor in self._direct if not tensor.is_inference()]
             if touched:
                 torch.autograd.graph.increment_version(touched)
 
@@ -128,14 +131,14 @@ class Plan:
 def plan(placements: Iterable[Placement]) -> Plan:
     """Decide how each placement is filled."""
     made = Plan()
-    for group in _overlapping([placement for placement in placements if placement.tensor.numel()]):
-        needed = _without_repeats(group)
+    for group in _overlapping([placement for placement in placements if placement.stop]):
+        needed = _without_repeats(group) if len(group) > 1 else group
         shared = len(needed) > 1
         for placement in needed:
             tensor = placement.tensor
             if not shared and placement.linear and tensor.is_cpu:
                 made.read_into(placement.leaf, placement.start)
-                made._direct.append(tensor.detach())
+                made._direct.append(tensor)
             else:
                 leaf = placement.leaf
                 buffer = torch.from_numpy(np.empty(leaf.span_nbytes, np.uint8))
@@ -149,7 +152,6 @@ def plan(placements: Iterable[Placement]) -> Plan:
 
 def _overlapping(placements: Sequence[Placement]) -> list[list[Placement]]:
     """Groups of placements whose tensors' byte extents overlap, each in the given order."""
-    order = {id(placement): index for index, placement in enumerate(placements)}
     groups: list[list[Placement]] = []
     by_device: dict[torch.device, list[Placement]] = defaultdict(list)
     for placement in placements:
@@ -163,16 +165,15 @@ def _overlapping(placements: Sequence[Placement]) -> list[list[Placement]]:
             else:
                 groups.append([placement])
             end = max(end, placement.stop)
-    for group in groups:
-        if len(group) > 1:
+    if len(groups) != len(placements):
+        order = {id(placement): index for index, placement in enumerate(placements)}
+        for group in groups:
             group.sort(key=lambda placement: order[id(placement)])
     return groups
 
 
 def _without_repeats(group: list[Placement]) -> list[Placement]:
     """Without those that another one's read fills."""
-    if len(group) == 1:
-        return group
     by_size = sorted(group, key=lambda placement: (not placement.linear, placement.start - placement.stop))
     needed: list[Placement] = []
     for placement in by_size:

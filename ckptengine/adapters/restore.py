@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptengine.adapters import objects
+from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.leaves import Leaf, leaves_of
 from ckptengine.adapters.matching import KEEP, Differences, Matcher
 from ckptengine.adapters.placing import Plan, plan
@@ -81,6 +82,17 @@ class RestoreTarget:
         Raises `StateMismatchError` with all differences.
 
         """
+        with gc_paused():
+            return self._match(header, strict, path, rank, others)
+
+    def _match(
+        self,
+        header: ShardHeader,
+        strict: bool,
+        path: str | None,
+        rank: int | None,
+        others: Callable[[int], ShardHeader] | None,
+    ) -> Match:
         leaves = [*leaves_of(header), *_replicas(header, others, path)]
         matcher = Matcher(leaves, allow_pickle=self._allow_pickle)
         outcome = matcher.match(self._state, header.tree)

@@ -421,7 +421,9 @@ def fsdp2_bare_module_and_optimizer() -> None:
 
 def fsdp2_mixed_precision() -> None:
     def wrap(module: nn.Module) -> nn.Module:
-    """Save with each replica stored once, restore every rank from the shards of all. Returns the shards."""
+        # The gathered parameters are bfloat16, what is stored is float32.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        return fully_shard(module, mp_policy=policy)  # type: ignore[no-any-return]
 
     check_fresh_restore(wrap, paired)
 
@@ -532,7 +534,7 @@ def build_gives_parts_to_the_reader() -> None:
 
 
 def check_replicas(state: Any, target: Any) -> list[Saved]:
-    """Save with each replica stored once, and restore every rank from the shards of all. Returns the shards."""
+    """Save with each replica stored once, restore every rank from the shards of all. Returns the shards."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     saved = save(state, dedup_replicas=True, rank=rank, world_size=world_size)
     gathered: list[Any] = [None] * world_size
