@@ -25,6 +25,8 @@ _FSDP_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _HOOKS_OF_FSDP = "torch.distributed.fsdp._state_dict_utils"
 _FLAT_PARAM = "_flat_param"
 _WRAPPED = "_fsdp_wrapped_module"
+# Activation checkpointing takes its own prefix out of a state's names, with a hook.
+_CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,10 +113,12 @@ def _child_prefix(module: nn.Module, prefix: str, name: str) -> str:
 
 
 def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Each module under the prefix that its entries have in the state."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _named_modules(child, _child_prefix(module, prefix, name))
+            below = prefix if name == _CHECKPOINTED else _child_prefix(module, prefix, name)
+            yield from _named_modules(child, below)
 
 
 def _collect(

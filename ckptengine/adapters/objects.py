@@ -46,6 +46,11 @@ def module_state(module: nn.Module) -> Any:
     return OrderedDict((name, _detached(value)) for name, value in named.items())
 
 
+def is_extra_state(key: Any) -> bool:
+    """Is it a module's own affair, of any type and size, even if it is a tensor?"""
+    return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+
+
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 

@@ -44,9 +44,9 @@ def copy_items(
         source = item.source
         if isinstance(source, bytes):
             memmove(base + offset, source, nbytes)
-        elif not source.is_cpu:
+        elif source.is_cuda:
             on_device.append((source, offset))
-        elif source.is_contiguous():
+        elif source.is_cpu and source.is_contiguous():
             if nbytes <= PIECE_NBYTES // 16:
                 memmove(base + offset, source.data_ptr(), nbytes)
                 continue

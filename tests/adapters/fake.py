@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptengine.adapters.build import build
 from ckptengine.adapters.restore import Match, RestoreTarget
 from ckptengine.adapters.stage import copy_items
 from ckptengine.adapters.state import FlatState, StateItem, flatten
@@ -19,6 +18,7 @@ from ckptengine.format.entries import ShardHeader, TensorEntry
 from ckptengine.format.layout import lay_out
 from ckptengine.format.shard import decode_header, encode_header, seal_header
 from ckptengine.read.plan import Destination, plan_reads
+from tests.adapters.rebuild import build
 
 RUN = "a000001-000000000000-00000000"
 BLOCK = 1 << 16

@@ -12,9 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -275,6 +283,19 @@ def fsdp1_shard_grad_op_and_no_shard() -> None:
 
 def fsdp1_with_a_device_mesh() -> None:
     check_fresh_restore(fsdp1(True, device_mesh=init_device_mesh("cpu", (2,))), paired)
+
+
+def fsdp1_with_activation_checkpointing() -> None:
+    def wrap(module: nn.Module) -> nn.Module:
+        apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, Block))
+        return FSDP(module, use_orig_params=True, device_id=CPU)
+
+    check_names(check_fresh_restore(wrap, paired))
+    check_fresh_restore(wrap, bare)
+
+
+def fsdp1_mixed_precision() -> None:
+    check_fresh_restore(fsdp1(True, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)), paired)
 
 
 def fsdp1_before_the_first_forward() -> None:

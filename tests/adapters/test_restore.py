@@ -350,6 +350,12 @@ def test_extra_state_is_given_to_its_module() -> None:
     assert same(target[0].linear.state_dict(), source[0].linear.state_dict())
 
 
+def test_extra_state_may_be_a_tensor_of_any_size() -> None:
+    target = WithExtra(torch.zeros(2, dtype=torch.uint8))
+    Saved(WithExtra(torch.arange(5))).restore(target)
+    assert same(target.extra, torch.arange(5))
+
+
 def test_a_state_dict_that_is_computed_is_loaded() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How is a state built again from a shard, with nothing to restore into?"""
+"""Builds a state from a shard, leaf by leaf and in the simplest way: an oracle for the tests."""
 
 from __future__ import annotations
 
