@@ -185,7 +185,7 @@ class Matcher:
 
     def _large_value(self, index: int) -> Any:
         leaf = self._leaves[index]
-        return large_value(leaf.kind or "", leaf.descr, memoryview(self.large[index]))
+        return large_value(leaf.kind or "", leaf.descr, self.large[index].data)
 
     def _decoder(self, path: tuple[Any, ...], leaf: Callable[[int], Any] = lambda _: None) -> Decoder:
         return Decoder(leaf, path=path, allow_pickle=self._allow_pickle)
