@@ -319,13 +319,15 @@ def test_compressed_shards_restore_and_are_smaller(tmp_path: Path) -> None:
     assert same(found, state)
 
 
-def test_an_empty_state_can_be_saved(ckpt: ck.Checkpointer) -> None:
-    for step, state in enumerate([{}, [], (), {"nothing": torch.zeros(0, 3)}, [{}]]):
-        ckpt.save(step, state)
-        with ck.open_checkpoint(step_path(ckpt.root, step)) as c:
-            assert same(c.load(), state)
-        assert ckpt.restore(state, step=step).nbytes == 0
-        assert ck.verify(step_path(ckpt.root, step)).ok
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_an_empty_state_can_be_saved(tmp_path: Path, codec: Any) -> None:
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=4096, codec=codec)) as ckpt:
+        for step, state in enumerate([{}, [], (), {"nothing": torch.zeros(0, 3)}, [{}]]):
+            ckpt.save(step, state)
+            with ck.open_checkpoint(step_path(tmp_path, step)) as c:
+                assert same(c.load(), state)
+            assert ckpt.restore(state, step=step).nbytes == 0
+            assert ck.verify(step_path(tmp_path, step)).ok
 
 
 # --- retention -----------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class _Section:
 
             return write
 
-        self._run([with_own_buffer() for _ in range(min(threads, max(self._blocks.count, 1)))])
+        self._run([with_own_buffer() for _ in range(min(threads, self._blocks.count))])
         return digests, stored
 
     def _place(self, index: int, nbytes: int) -> int:
@@ -138,6 +138,9 @@ class _Section:
             return offset
 
     def _run(self, workers: list[Callable[[int], None]]) -> None:
+        if not workers:
+            return
+
         def drain(write: Callable[[int], None]) -> None:
             try:
                 while (index := self._take()) is not None:
