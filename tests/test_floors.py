@@ -48,7 +48,7 @@ FLOORS = {
 
 # Where each heavy or replaceable library may be imported: nowhere else, so that it can be exchanged.
 CONFINED = {
-    "torch": ("adapters", "interop", "checkpointer", "reader_api"),
+    "torch": ("adapters", "interop", "checkpointer", "reader_api", "testing.strategies"),
     "nvidia_resiliency_ext": ("adapters.nvrx",),
     "typer": ("cli",),
     "rich": ("cli",),
