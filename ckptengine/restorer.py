@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from ckptengine.adapters.restore import Match, RestoreTarget
-from ckptengine.catalog.catalog import StepEntry, list_steps
+from ckptengine.catalog.catalog import StepEntry, list_steps, read_manifest
 from ckptengine.comm.group import COORDINATOR, Failure, Group
 from ckptengine.config import Config
 from ckptengine.errors import (
@@ -28,6 +29,7 @@ from ckptengine.errors import (
 )
 from ckptengine.format.manifest import Manifest, ShardRef
 from ckptengine.format.names import step_dirname
+from ckptengine.format.shard import ShardHeader
 from ckptengine.info import FallBack, RestoreInfo
 from ckptengine.read.reader import ReadStats, read_shard
 from ckptengine.read.shards import open_header, shard_path
@@ -52,6 +54,7 @@ class _Assignment(msgspec.Struct, frozen=True, kw_only=True):
     codec: str
     block_nbytes: int
     created: float
+    fingerprint: str
     shard: dict[str, Any]
     skipped: list[tuple[int, str]]
 
@@ -117,24 +120,68 @@ def restore(
 def _restore_step(
     assignment: _Assignment, target: RestoreTarget, strict: bool, store: Store, group: Group, config: Config
 ) -> tuple[Match, ReadStats, float]:
-    manifest = assignment.manifest()
-    (ref,) = manifest.shards
-    path = shard_path(assignment.step_path, ref)
+    shards = _Shards(assignment, store)
 
-    def plan() -> tuple[Any, Match]:
-        header = open_header(store, assignment.step_path, ref, manifest)
-        return header, target.match(header, strict=strict, path=path, rank=group.rank)
+    def plan() -> Match:
+        return target.match(
+            shards.own, strict=strict, path=shards.own_path, rank=group.rank, others=shards.header_of
+        )
 
-    header, match = _on_all_ranks(group, plan, "comparing the checkpoint with the restore target")
+    match = _on_all_ranks(group, plan, "comparing the checkpoint with the restore target")
 
     def read() -> tuple[ReadStats, float]:
         begun = time.perf_counter()
-        stats = read_shard(store, path, header, match.destinations, threads=config.io_threads)
+        stats = shards.read(match, config.io_threads)
         return stats, time.perf_counter() - begun
 
     stats, read_s = _on_all_ranks(group, read, "reading the shards", timeout_s=config.restore_timeout_s)
     _on_all_ranks(group, match.apply, "putting the restored values in place")
     return match, stats, read_s
+
+
+class _Shards:
+    """The shards one rank reads: its own, and those of ranks that stored a replica for it.
+
+    Only a rank whose shard refers to others reads the whole manifest.
+    """
+
+    def __init__(self, assignment: _Assignment, store: Store) -> None:
+        self._assignment = assignment
+        self._store = store
+        self._manifest = assignment.manifest()
+        (self._ref,) = self._manifest.shards
+        self._others: dict[int, tuple[str, ShardHeader]] = {}
+
+    @property
+    def own_path(self) -> str:
+        return shard_path(self._assignment.step_path, self._ref)
+
+    @cached_property
+    def own(self) -> ShardHeader:
+        return open_header(self._store, self._assignment.step_path, self._ref, self._manifest)
+
+    def header_of(self, rank: int) -> ShardHeader:
+        step_path = self._assignment.step_path
+        if not self._others:
+            self._manifest = read_manifest(self._store, step_path)
+            if self._manifest.fingerprint != self._assignment.fingerprint:
+                raise CorruptCheckpointError(
+                    "the step was committed anew while it was being restored",
+                    path=step_path,
+                    expected=self._assignment.fingerprint,
+                    actual=self._manifest.fingerprint,
+                )
+        ref = self._manifest.shards[rank]
+        header = open_header(self._store, step_path, ref, self._manifest)
+        self._others[rank] = shard_path(step_path, ref), header
+        return header
+
+    def read(self, match: Match, threads: int) -> ReadStats:
+        stats = read_shard(self._store, self.own_path, self.own, match.destinations, threads=threads)
+        for rank, destinations in match.remote.items():
+            path, header = self._others[rank]
+            stats += read_shard(self._store, path, header, destinations, threads=threads)
+        return stats
 
 
 def _on_all_ranks(group: Group, work: Callable[[], Any], what: str, timeout_s: float | None = None) -> Any:
@@ -244,6 +291,7 @@ def _assignment(manifest: Manifest, path: str, ref: ShardRef, skipped: list[tupl
             codec=manifest.codec,
             block_nbytes=manifest.block_nbytes,
             created=manifest.created,
+            fingerprint=manifest.fingerprint,
             shard={
                 "rank": ref.rank,
                 "path": ref.path,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ckptengine.adapters.c10d import ProcessGroup
 from ckptengine.adapters.stage import copy_items
 from ckptengine.adapters.state import StateItem, flatten
 from ckptengine.adapters.values import encode_value
@@ -27,8 +28,9 @@ class Saver:
     """Saves of one Checkpointer. `save` is called from the training thread, in the same order on every
     rank."""
 
-    def __init__(self, run: Run, store: Store) -> None:
+    def __init__(self, run: Run, store: Store, process_group: ProcessGroup | None) -> None:
         self._run = run
+        self._process_group = process_group
         config = run.config
         self._pool = ArenaPool(config.max_arenas, config.arena_budget_nbytes)
         self._monitor = Monitor(run, store, self._pool)
@@ -105,7 +107,12 @@ class Saver:
     def _stage(self, pending: PendingSave, state: Any, metadata: Mapping[str, Any] | None) -> None:
         run, config, handle = self._run, self._run.config, pending.handle
         metadata_tree = encode_value(dict(metadata or {}), path="metadata", allow_pickle=False)
-        flat = flatten(state, allow_pickle=config.allow_pickle)
+        flat = flatten(
+            state,
+            allow_pickle=config.allow_pickle,
+            dedup_replicas=run.world_size > 1,
+            process_group=self._process_group,
+        )
         compressed = config.codec == "zstd"
         placed, data_nbytes = lay_out([(item.name, item.nbytes, item.alignment) for item in flat.items])
         spans = {name: (start, stop) for name, start, stop in placed}

@@ -7,9 +7,9 @@ cannot be interrupted, and writes a warning to stderr each time it ends in vain.
 from __future__ import annotations
 
 import datetime
-from collections import Counter
+import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
@@ -18,11 +18,14 @@ from ckptengine.comm.transport import FileTransport, MemoryTransport, Transport,
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.write.messages import TransportSpec
 
+ProcessGroup: TypeAlias = dist.ProcessGroup
+
 CONNECT_TIMEOUT_S = 30.0
 
-_greetings: Counter[str] = Counter()
-"""How often each process group has said hello. Counted by group, since ranks differ in what groups they are
-in."""
+HELLO = "ckptengine/hello"
+NONCE_NBYTES = 16
+NOBODY = b"-"
+ANSWER_GRACE_S = 10.0
 
 
 class StoreTransport:
@@ -92,7 +95,6 @@ class Membership:
     hello: Any = None
     """The process group's own store, for the one exchange that has to precede any other; None for a single
     rank."""
-    hello_key: str = ""
 
     def spec(self, directory: str, prefix: str) -> TransportSpec:
         """How this rank reaches all others: over the TCP store under the group's store if there is one, else
@@ -108,27 +110,75 @@ class Membership:
         return TransportSpec(kind="file", directory=directory)
 
     def say_hello(self, message: bytes | None, timeout_s: float) -> bytes:
-        """The coordinator's `message` for all ranks."""
+        """The coordinator's `message` for all ranks.
+
+        A store may outlive the processes that use it (torchrun's does, through its restarts), so whatever is
+        found in it may be an earlier life's. Each rank asks with a nonce and takes only the answer to that;
+        the coordinator answers whatever is asked until every rank has confirmed this very greeting.
+        """
         if self.world_size == 1:
             assert message is not None
             return message
         try:
-            if message is not None:
-                self.hello.set(self.hello_key, message)
-                return message
-            heard = wait_for(lambda: _peek(self.hello, self.hello_key), timeout_s)
+            return self._ask(timeout_s) if message is None else self._answer(message, timeout_s)
         except (dist.DistError, RuntimeError) as error:
             raise CheckpointError(f"the process group's store does not answer: {error}") from error
-        if heard is None:
+
+    def _ask(self, timeout_s: float) -> bytes:
+        nonce = secrets.token_hex(8)
+        self.hello.set(f"{HELLO}/ask/{self.rank}", nonce)
+        answer = wait_for(lambda: _peek(self.hello, f"{HELLO}/answer/{nonce}"), timeout_s)
+        if answer is None:
             raise CommitTimeoutError(
                 f"the coordinator did not open the checkpoint root within {timeout_s:g} s",
                 rank=0,
                 hint="every rank must make the Checkpointer",
             )
-        return heard
+        greeting, message = answer[:NONCE_NBYTES], answer[NONCE_NBYTES:]
+        self.hello.set(f"{HELLO}/heard/{self.rank}", greeting)
+        # The coordinator may need the whole deadline itself before it can say who is missing.
+        missing = wait_for(
+            lambda: _peek(self.hello, f"{HELLO}/missing/{greeting.decode()}"), timeout_s + ANSWER_GRACE_S
+        )
+        if missing is None:
+            raise CommitTimeoutError(f"the coordinator went silent for {timeout_s:g} s", rank=0)
+        if missing != NOBODY:
+            raise _missing([int(rank) for rank in missing.split(b",")], timeout_s)
+        return message
+
+    def _answer(self, message: bytes, timeout_s: float) -> bytes:
+        greeting = secrets.token_hex(NONCE_NBYTES // 2).encode()
+        waiting = set(range(1, self.world_size))
+        answered: dict[int, bytes] = {}
+
+        def all_have_heard() -> bytes | None:
+            for rank in sorted(waiting):
+                if _peek(self.hello, f"{HELLO}/heard/{rank}") == greeting:
+                    waiting.discard(rank)
+                    continue
+                nonce = _peek(self.hello, f"{HELLO}/ask/{rank}")
+                if nonce is not None and nonce != answered.get(rank):
+                    self.hello.set(f"{HELLO}/answer/{nonce.decode()}", greeting + message)
+                    answered[rank] = nonce
+            return None if waiting else message
+
+        wait_for(all_have_heard, timeout_s)
+        missing = sorted(waiting)
+        self.hello.set(f"{HELLO}/missing/{greeting.decode()}", ",".join(map(str, missing)).encode() or NOBODY)
+        if missing:
+            raise _missing(missing, timeout_s)
+        return message
 
 
-def membership(process_group: dist.ProcessGroup | None) -> Membership:
+def _missing(ranks: list[int], timeout_s: float) -> CommitTimeoutError:
+    return CommitTimeoutError(
+        f"ranks {ranks[:8]} did not come to open the checkpoint root within {timeout_s:g} s",
+        rank=ranks[0],
+        hint="every rank must make the Checkpointer",
+    )
+
+
+def membership(process_group: ProcessGroup | None) -> Membership:
     """This process's place in `process_group`; None means the default group if there is one, else a single
     rank."""
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
@@ -141,8 +191,7 @@ def membership(process_group: dist.ProcessGroup | None) -> Membership:
     if world_size == 1:
         return Membership(0, 1)
     store = dist.distributed_c10d._get_process_group_store(group)
-    _greetings[group.group_name] += 1
-    return Membership(rank, world_size, store, f"ckptengine/hello/{_greetings[group.group_name]}")
+    return Membership(rank, world_size, store)
 
 
 def connect(spec: TransportSpec, timeout_s: float = CONNECT_TIMEOUT_S) -> Transport:

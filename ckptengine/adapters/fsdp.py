@@ -19,6 +19,7 @@ from ckptengine.adapters import fsdp1, objects
 from ckptengine.adapters.fsdp1 import FlatPart
 from ckptengine.adapters.leaves import Leaf
 from ckptengine.adapters.placing import copy_into
+from ckptengine.adapters.replicas import Replication
 from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor, torch_dtype
 from ckptengine.errors import StateMismatchError, UnsupportedStateError
 
@@ -54,6 +55,11 @@ class TrainingState(objects.StatefulAdapter):
         if self._optimizer is not None:
             state["optimizer"] = self._optimizer.state()
         return state
+
+    def announce(self, replication: Replication) -> None:
+        replication.enter(self._model)
+        if self._optimizer is not None:
+            self._optimizer.announce(replication)
 
     def load(self, loaded: dict[str, Any]) -> None:
         """Take a state that `state_dict` of the same model, sharded in the same way, has returned; it is
@@ -91,6 +97,9 @@ class KeyedOptimizer(objects.StatefulAdapter):
             for group, names in zip(packed["param_groups"], self._names(), strict=True)
         ]
         return {**packed, "state": keyed, "param_groups": groups}
+
+    def announce(self, replication: Replication) -> None:
+        replication.enter_optimizer(self._optimizer)
 
     def problems(self, loaded: Any) -> list[str]:
         try:

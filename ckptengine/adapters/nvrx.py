@@ -60,6 +60,7 @@ class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no 
         # itself; and a queue made with `cpu_shm_mode` makes all of NVRx's other writers drain it first.
         self._async_calls_queue.persistent_caller = self._caller
         self._process: multiprocessing.process.BaseProcess | None = None
+        self._warm = False
         self._at_exit: multiprocessing.util.Finalize | None = None
         self._lock = threading.RLock()
 
@@ -98,10 +99,21 @@ class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no 
         """Let NVRx forget the calls that are done. It never blocks: a dead worker would make NVRx poll for
         ever, and that a call is done says nothing about the other ranks (the commit does)."""
         with self._lock:
-            if self._process is not None and self._process.is_alive():
-                self._async_calls_queue.maybe_finalize_async_calls(blocking=False, no_dist=True)
+            if (
+                self._process is not None
+                and self._process.is_alive()
+                and self._async_calls_queue.maybe_finalize_async_calls(blocking=False, no_dist=True)
+            ):
+                self._warm = True
         if terminate:
             self.close()
+
+    @property
+    def warm(self) -> bool:
+        """The process has done its imports: it works on a task, or would begin with one at once."""
+        if not self._warm:
+            self.finalize_async_save()
+        return self._warm
 
     @property
     def exitcode(self) -> int | None:

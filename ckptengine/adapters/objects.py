@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptengine.adapters import fsdp1
 from ckptengine.adapters.leaves import Leaf
+from ckptengine.adapters.replicas import Replication
 from ckptengine.adapters.tensors import Local, LocalChunk, chunk_of_dtensor, extract, torch_dtype
 from ckptengine.errors import StateMismatchError
 
@@ -166,6 +167,9 @@ class StatefulAdapter(AnyAdapter):
 
     def load_state_dict(self, state: Any) -> None:
         self.load(state)
+
+    def announce(self, replication: Replication) -> None:
+        """Say what of the state other ranks are known to hold alike."""
 
 
 class OptimizerAdapter(AnyAdapter):

@@ -59,7 +59,8 @@ class Replication:
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._group = process_group
-        # By the address of a parameter's memory, as a state dict holds other tensors of the same memory.
+        # Parameters of DDP modules and their optimizer state, by the address of their memory, as a state dict
+        # holds other tensors of the same memory.
         self._ddp: dict[tuple[int, torch.Size], Ranks] = {}
 
     def enter(self, module: nn.Module) -> None:
@@ -71,6 +72,16 @@ class Replication:
                 for name, param in child.module.named_parameters():
                     if name not in ignored and type(param) is nn.Parameter and param.numel():
                         self._ddp[param.data_ptr(), param.shape] = ranks
+
+    def enter_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer's state of the parameters that are noted: the same gradients have made it on all
+        ranks."""
+        for param, values in optimizer.state.items():
+            ranks = self._ddp.get((param.data_ptr(), param.shape))
+            if ranks is not None:
+                for value in values.values():
+                    if type(value) is torch.Tensor and value.numel():
+                        self._ddp[value.data_ptr(), value.shape] = ranks
 
     def ranks_of(self, value: Any) -> Ranks | None:
         """Who else holds a tensor, if it is known and all of them take part in the checkpoint."""

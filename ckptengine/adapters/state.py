@@ -139,8 +139,11 @@ class _Walk(Encoder):
             inner = objects.state_dict_of(value)
         except UnsupportedStateError as error:
             self.refuse(error.message, hint=error.hint)
-        if self._replication is not None and isinstance(value, torch.nn.Module):
-            self._replication.enter(value)
+        if self._replication is not None:
+            if isinstance(value, torch.nn.Module):
+                self._replication.enter(value)
+            elif isinstance(value, objects.StatefulAdapter):
+                value.announce(self._replication)
         node = {TAG: "object", "v": self.encode(inner, depth + 1)}
         self.path.pop()
         self.closed(value)

@@ -43,6 +43,16 @@ class ReadStats:
     seconds: float = 0.0
     from_cache: int = 0
 
+    def __add__(self, other: ReadStats) -> ReadStats:
+        """Of two reads, one after the other."""
+        return ReadStats(
+            self.nbytes_read + other.nbytes_read,
+            self.nbytes_delivered + other.nbytes_delivered,
+            self.blocks + other.blocks,
+            self.seconds + other.seconds,
+            self.from_cache + other.from_cache,
+        )
+
 
 def read_shard(
     store: Store,
