@@ -9,6 +9,7 @@ here: all that is to be done after the read is collected.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -324,7 +325,7 @@ def kind_of(node: Node, leaves: list[Leaf]) -> str:
 
 
 def _kind_of_target(target: Any) -> str:
-    if isinstance(target, dict):
+    if isinstance(target, dict) and type(target) is not Counter:  # whose keys are what it is about
         return "dict"
     name = "None" if target is None else type(target).__name__
     return f"other {name}" if name in _STRUCTURES and type(target) not in (list, tuple) else name

@@ -11,7 +11,7 @@ import base64
 import math
 import pickle
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NoReturn
@@ -127,8 +127,14 @@ class Encoder:
         return node
 
     def _odict(self, value: OrderedDict[Any, Any], depth: int) -> Node:
+        return self._tagged_pairs("odict", value, depth)
+
+    def _counter(self, value: Counter[Any], depth: int) -> Node:
+        return self._tagged_pairs("counter", value, depth)
+
+    def _tagged_pairs(self, tag: str, value: dict[Any, Any], depth: int) -> Node:
         self.opened(value, depth)
-        node = {TAG: "odict", "v": self._pairs(value, depth)}
+        node = {TAG: tag, "v": self._pairs(value, depth)}
         self.closed(value)
         return node
 
@@ -151,6 +157,12 @@ class Encoder:
     def _list(self, value: list[Any], depth: int) -> Node:
         self.opened(value, depth)
         node = self.items(value, depth + 1)
+        self.closed(value)
+        return node
+
+    def _deque(self, value: deque[Any], depth: int) -> Node:
+        self.opened(value, depth)
+        node = {TAG: "deque", "v": self.items(value, depth + 2), "m": value.maxlen}
         self.closed(value)
         return node
 
@@ -276,6 +288,8 @@ _ENCODERS: dict[type, Callable[[Encoder, Any, int], Node]] = {
     tuple: Encoder._tuple,
     dict: Encoder._dict,
     OrderedDict: Encoder._odict,
+    Counter: Encoder._counter,
+    deque: Encoder._deque,
     set: Encoder._set,
     frozenset: Encoder._set,
     np.ndarray: Encoder._ndarray,
@@ -284,6 +298,13 @@ _ENCODERS: dict[type, Callable[[Encoder, Any, int], Node]] = {
     torch.device: _encode_text_of("device"),
     torch.layout: _encode_text_of("layout"),
     torch.memory_format: _encode_text_of("memory_format"),
+}
+
+
+_MAPPINGS: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "dict": lambda entries: entries,
+    "odict": OrderedDict,
+    "counter": Counter,
 }
 
 
@@ -341,9 +362,11 @@ class Decoder:
             if tag in ("set", "frozenset"):
                 items = self.decode(node["v"])
                 return set(items) if tag == "set" else frozenset(items)
-            if tag in ("dict", "odict"):
+            if tag == "deque":
+                return deque(self.decode(node["v"]), maxlen=node["m"])
+            if tag in _MAPPINGS:
                 pairs = [(self.decode(key), child) for key, child in node["v"]]
-                return self._children(pairs, {} if tag == "dict" else OrderedDict())
+                return _MAPPINGS[tag](self._children(pairs, {}))
             if tag == "pickle":
                 return self._unpickled(node["v"])
             return _DECODERS[tag](node)

@@ -53,6 +53,10 @@ def _is_list(value: Any) -> bool:
     return type(value) is list
 
 
+def _is_bound(value: Any) -> bool:
+    return value is None or _is_int(value)
+
+
 def _is_pairs(value: Any) -> bool:
     return type(value) is list and all(type(pair) is list and len(pair) == 2 for pair in value)
 
@@ -74,6 +78,8 @@ _TAGS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "t": {"i": _is_int},
     "dict": {"v": _is_pairs},
     "odict": {"v": _is_pairs},
+    "counter": {"v": _is_pairs},
+    "deque": {"v": _is_list, "m": _is_bound},
     "tuple": {"v": _is_list},
     "set": {"v": _is_list},
     "frozenset": {"v": _is_list},
