@@ -255,7 +255,7 @@ REFUSED = [
     MyDict(a=1),
     Point(1, 2),
     collections.defaultdict(list),
-    collections.Counter("aa"),
+    collections.UserDict(a=2),
     collections.UserList([1]),
     datetime.datetime(2024, 1, 1),
     len,
