@@ -26,7 +26,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     on_error: a failed background save is raised by the next call (`"raise"`) or logged (`"warn"`).
     retries: fresh attempts after a failed one, from the same snapshot.
     commit_timeout_s: from the request of a save to its commit; the save fails on all ranks when it passes.
-    stall_timeout_s: a writer that makes no progress for so long is ended and its save fails.
+    stall_timeout_s: a writer that makes no progress for so long is ended and its save fails (a new one has
+        at least 300 s to start).
     agree_timeout_s: for ranks to meet and agree (construction, the choice of the step to restore).
     restore_timeout_s: for the slowest rank to read its shard once the fastest one is done.
     """

@@ -32,6 +32,7 @@ from ckptengine.staging.status import StatusPage
 from ckptengine.storage.store import Store
 from ckptengine.write.messages import (
     Outcome,
+    Ready,
     SaveStatus,
     TransportSpec,
     WriteTask,
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 POLL_FIRST_S = 0.002
 POLL_LAST_S = 0.02
 ABORT_POLL_S = 0.2
+START_TIMEOUT_S = 300.0
+"""For a new writer's imports, which thousands of ranks may read from one file system at the same time."""
 OUTCOME_GRACE_S = 5.0
 """How much longer than the coordinator the other ranks wait, so that its word arrives before their own
 deadline."""
@@ -209,6 +212,7 @@ class Monitor:
         page = pending.arena.status
         seen: SaveStatus | None = None
         seen_at = time.monotonic()
+        warm = False
         pause = POLL_FIRST_S
         while True:
             # The exit code first: a writer that ended after its last word is not a failure.
@@ -222,7 +226,10 @@ class Monitor:
                     self._writer.finalize_async_save()
                 return status.outcome
             state = status.state if status is not None else "starting"
+            if not warm and self._writer is not None and self._writer.warm:
+                warm, seen_at = True, time.monotonic()
             silence_s = time.monotonic() - seen_at
+            stall_s = config.stall_timeout_s if warm else max(config.stall_timeout_s, START_TIMEOUT_S)
             error: CheckpointError | None = None
             if self._abort is not None:
                 error = SaveFailedError(f"step {task.step}: {self._abort}", rank=task.rank)
@@ -238,10 +245,9 @@ class Monitor:
                     f"this rank's writer was {_doing(state)}",
                     rank=task.rank,
                 )
-            elif state in ("starting", "writing") and silence_s > config.stall_timeout_s:
+            elif state in ("starting", "writing") and silence_s > stall_s:
                 error = CommitTimeoutError(
-                    f"step {task.step}: the writer made no progress for {config.stall_timeout_s:g} s "
-                    f"while {_doing(state)}",
+                    f"step {task.step}: the writer made no progress for {stall_s:g} s while {_doing(state)}",
                     path=task.root,
                     rank=task.rank,
                     hint="the storage hangs, or Config.stall_timeout_s is too short for it",
@@ -300,8 +306,9 @@ class Monitor:
     def _tell_outcome(self, attempt: str, outcome: Outcome) -> Outcome:
         try:
             transport = self._connect()
-            # Writers that still wait for the directory must not wait for the deadline.
-            transport.set(ready_key(attempt), msgspec.msgpack.encode(outcome.failure))
+            if not outcome.committed:
+                # Writers that still wait for the directory must not wait for the deadline.
+                transport.set(ready_key(attempt), msgspec.msgpack.encode(Ready(failure=outcome.failure)))
             told = transport.set_if_absent(outcome_key(attempt), msgspec.msgpack.encode(outcome))
             return msgspec.msgpack.decode(told, type=Outcome)
         except ConnectionError as error:

@@ -67,6 +67,13 @@ class WriteTask(msgspec.Struct, frozen=True, kw_only=True):
     keep_every: int | None = None
 
 
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """The coordinator's word that the attempt's directory exists, for this step; or why it never will."""
+
+    step: int = -1
+    failure: Failure | None = None
+
+
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's word about its shard: durable with this size and header digest, or the reason why not."""
 
@@ -106,7 +113,7 @@ class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ready_key(attempt: str) -> str:
-    """Set by the coordinator once the attempt's directory exists; holds None, or the `Failure` to make it."""
+    """Set by the coordinator; holds a `Ready`."""
     return f"{attempt}/ready"
 
 

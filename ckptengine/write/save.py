@@ -27,6 +27,7 @@ from ckptengine.storage.store import Store
 from ckptengine.write.commit import collect_receipts, commit
 from ckptengine.write.messages import (
     Outcome,
+    Ready,
     Receipt,
     SaveStatus,
     WriteTask,
@@ -85,7 +86,7 @@ def report_failure(attempt: str, rank: int, failure: Failure, transport: Transpo
     stands."""
     if rank == COORDINATOR:
         # Writers that still wait for the directory must not wait for the deadline.
-        transport.set(ready_key(attempt), msgspec.msgpack.encode(failure))
+        transport.set(ready_key(attempt), msgspec.msgpack.encode(Ready(failure=failure)))
         outcome = Outcome(committed=False, failure=failure)
         transport.set_if_absent(outcome_key(attempt), msgspec.msgpack.encode(outcome))
     else:
@@ -141,9 +142,10 @@ def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> N
         try:
             store.make_dirs(os.path.join(step_path(task), task.attempt))
         except Exception as error:
-            transport.set(ready_key(task.attempt), msgspec.msgpack.encode(Failure.of(error, task.rank)))
+            ready = Ready(failure=Failure.of(error, task.rank))
+            transport.set(ready_key(task.attempt), msgspec.msgpack.encode(ready))
             raise
-        transport.set(ready_key(task.attempt), msgspec.msgpack.encode(None))
+        transport.set(ready_key(task.attempt), msgspec.msgpack.encode(Ready(step=task.step)))
         return
     try:
         answer = wait_for_key(transport, task, ready_key(task.attempt))
@@ -153,9 +155,15 @@ def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> N
             path=step_path(task),
             rank=COORDINATOR,
         ) from None
-    failure = msgspec.msgpack.decode(answer, type=Failure | None)
-    if failure is not None:
-        raise failure.to_error(SaveFailedError)
+    ready = msgspec.msgpack.decode(answer, type=Ready)
+    if ready.failure is not None:
+        raise ready.failure.to_error(SaveFailedError)
+    if ready.step != task.step:
+        raise SaveFailedError(
+            f"this rank saves step {task.step} while the coordinator saves step {ready.step}",
+            rank=task.rank,
+            hint="all ranks must save the same steps in the same order",
+        )
 
 
 def _decide(task: WriteTask, store: Store, transport: Transport, own: Receipt) -> Outcome:
