@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptengine.adapters.c10d import ProcessGroup
+from ckptengine.adapters.pinning import pin_arena
 from ckptengine.adapters.stage import copy_items
 from ckptengine.adapters.state import StateItem, flatten
 from ckptengine.adapters.values import encode_value
@@ -135,6 +136,8 @@ class Saver:
         data_offset = template.nbytes
         arena = self._pool.acquire(data_offset + data_nbytes, config.commit_timeout_s)
         pending.arena = arena
+        if any(item.on_cuda for item in flat.items):
+            pin_arena(arena)
         payload = arena.payload
         payload[:data_offset] = template.data
         data = payload[data_offset : data_offset + data_nbytes]

@@ -30,6 +30,10 @@ class StateItem:
     nbytes: int
     alignment: int
 
+    @property
+    def on_cuda(self) -> bool:
+        return isinstance(self.source, torch.Tensor) and self.source.is_cuda
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatState:

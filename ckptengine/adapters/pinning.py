@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ckptengine.adapters.tensors import plain
+from ckptengine.staging.arena import Arena
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,13 @@ def copy_from_device(
             _streams[device].synchronize()
 
     return wait
+
+
+def pin_arena(arena: Arena) -> None:
+    """Pin an arena for as long as it is mapped. It is reused, so this is paid once; later calls do nothing."""
+    if arena.before_close is None and pin(arena.address, arena.view.nbytes):
+        address = arena.address
+        arena.before_close = lambda: unpin(address)
 
 
 def pin(address: int, nbytes: int) -> bool:

@@ -19,6 +19,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptengine.errors import CommitTimeoutError, SaveFailedError, StorageError
@@ -43,10 +44,11 @@ class Arena:
     `close()` gives up the descriptor and this object's mapping. Memory that is still looked at, through a
     memoryview or a tensor made from one, stays mapped until the last of them is gone: unmapping it would
     crash them, and `mmap.close()` would raise `BufferError` or, for tensors made with `torch.frombuffer`, not
-    even notice. Bare addresses keep nothing alive and must not be used after `close()`.
+    even notice. Bare addresses keep nothing alive and must not be used after `close()`. `before_close` is for
+    whoever has told someone else of the memory, such as CUDA, and must take that back first.
     """
 
-    __slots__ = ("_map", "_status", "address", "capacity", "fd")
+    __slots__ = ("_map", "_status", "address", "before_close", "capacity", "fd")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
@@ -78,6 +80,7 @@ class Arena:
     def _take(self, fd: int, capacity: int) -> None:
         self.fd = fd
         self.capacity = capacity
+        self.before_close: Callable[[], None] | None = None
         self._map: mmap.mmap | None = mmap.mmap(fd, STATUS_NBYTES + capacity, flags=mmap.MAP_SHARED)
         self.address = address_of(memoryview(self._map))
         self._status: StatusPage | None = StatusPage(self.view[:STATUS_NBYTES])
@@ -110,6 +113,8 @@ class Arena:
         """Give up the memory (see the class). Idempotent."""
         if self._map is None:
             return
+        if self.before_close is not None:
+            self.before_close()
         self._map = self._status = None
         os.close(self.fd)
         self.fd = -1

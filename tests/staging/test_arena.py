@@ -342,3 +342,12 @@ class TestPool:
     def test_nonsense_is_refused(self) -> None:
         with pytest.raises(ValueError, match="max_arenas"):
             ArenaPool(0)
+
+
+def test_who_was_told_of_the_memory_is_called_once_before_it_goes() -> None:
+    arena = Arena(4096)
+    seen = []
+    arena.before_close = lambda: seen.append(len(arena.view))
+    arena.close()
+    arena.close()
+    assert seen == [STATUS_NBYTES + arena.capacity]
