@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,26 @@ def open_where_rank_1_sees_nothing(root: str) -> None:
         if rank() == 1:
             patch.setattr(os.path, "isdir", lambda path: False)
         checkpointer(root).close()
+
+
+def late_coordinator(root: str) -> tuple[str, str]:
+    """Ids of two runs over one store; in the second the coordinator comes last."""
+    with checkpointer(root) as first:
+        one = str(first._run.run)
+    if rank() == 0:
+        time.sleep(0.5)
+    with checkpointer(root) as second:
+        return one, str(second._run.run)
+
+
+def save_ddp(root: str) -> tuple[int, int]:
+    """Bytes of all shard files, and of what the ranks' models and optimizers hold, each once."""
+    torch.manual_seed(3)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Linear(300, 7)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 200)).sum().backward()
+    optimizer.step()
+    with checkpointer(root) as ckpt:
+        info = ckpt.save(1, {"train": ck.training_state(model, optimizer), "own": torch.full((5,), rank())})
+    once = sum(3 * p.numel() * p.element_size() + 4 for p in model.parameters())
+    return info.nbytes, once

@@ -270,3 +270,16 @@ def test_a_root_that_cannot_be_written_to_still_restores(pair: Ranks, tmp_path: 
             assert "ead-only" in str(error)
     finally:
         subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def test_a_greeting_of_an_earlier_life_in_the_same_store_is_not_taken_for_this_ones(
+    pair: Ranks, root: str
+) -> None:
+    (one, two), other = pair.call(cases.late_coordinator, root)
+    assert (one, two) == other
+    assert one != two
+
+
+def test_what_ddp_ranks_hold_alike_is_stored_once(pair: Ranks, root: str) -> None:
+    for nbytes, once in pair.call(cases.save_ddp, root):
+        assert once <= nbytes < 1.1 * once + 4 * 4096
