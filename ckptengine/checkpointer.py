@@ -194,14 +194,15 @@ class Checkpointer:
     def _close(self, timeout_s: float | None, reason: str) -> None:
         self._closed = True
         atexit.unregister(self._close_at_exit)
+        if os.getpid() != self._pid:
+            return  # a forked child's copy: the writer, and the thread that looks after it, are its parent's
         self._saver.close(timeout_s, reason)
         _leave_exchange(self._run, self._transport)
         self._transport.close()
 
     def _close_at_exit(self) -> None:
-        if os.getpid() != self._pid:  # a forked child: neither the monitor's thread nor the writer is its own
-            return
-        logger.warning("the Checkpointer for %s was not closed; use it in a with statement", self.root)
+        if os.getpid() == self._pid:
+            logger.warning("the Checkpointer for %s was not closed; use it in a with statement", self.root)
         self._close(ABNORMAL_CLOSE_TIMEOUT_S, "the process exited")
 
     def _check_open(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +13,10 @@ import pytest
 import ckptengine as ck
 from ckptengine.format.names import step_dirname
 from tests.adapters.fake import same
-from tests.dist import cases
+from tests.dist import cases, trap_cases
 from tests.helpers.checkpoints import flip, read_manifest
 from tests.helpers.ranks import Ranks
+from tests.helpers.scripts import mounted_tmpfs
 
 pytestmark = pytest.mark.dist
 
@@ -254,32 +255,29 @@ def test_a_rank_that_makes_no_checkpointer_is_named(trio: Ranks, root: str) -> N
     trio.call(cases.save_steps, root, [1])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_root_that_cannot_be_written_to_still_restores(pair: Ranks, tmp_path: Path, saved: str) -> None:
-    mount = tmp_path / "mount"
-    mount.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", mount], check=True)
-    try:
-        root = str(mount / "root")
+    with mounted_tmpfs(tmp_path / "mount", "16m") as remount:
+        root = str(tmp_path / "mount" / "root")
         shutil.copytree(saved, root)
-        subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
+        remount("ro")
         assert [info.step for info in pair.call(cases.restore, root)] == [3, 3]
         for error in pair.errors(cases.save_steps, root, [4]):
             assert isinstance(error, ck.StorageError)
             assert error.rank == 0
             assert "ead-only" in str(error)
-    finally:
-        subprocess.run(["umount", "--lazy", mount], check=True)
 
 
-def test_a_greeting_of_an_earlier_life_in_the_same_store_is_not_taken_for_this_ones(
-    pair: Ranks, root: str
-) -> None:
-    (one, two), other = pair.call(cases.late_coordinator, root)
-    assert (one, two) == other
-    assert one != two
-
-
-def test_what_ddp_ranks_hold_alike_is_stored_once(pair: Ranks, root: str) -> None:
-    for nbytes, once in pair.call(cases.save_ddp, root):
-        assert once <= nbytes < 1.1 * once + 4 * 4096
+def test_a_job_that_only_reads_leaves_a_running_jobs_exchange_alone(without_tcp: Ranks, root: str) -> None:
+    without_tcp.call(trap_cases.open_kept, root)
+    without_tcp.call(trap_cases.save, 1)
+    (exchange,) = (name for name in os.listdir(root) if name.startswith(".exchange-"))
+    old = Path(root, exchange + "0")
+    old.mkdir()
+    os.utime(old, (time.time() - 10 * 86400,) * 2)
+    with ck.Checkpointer(root) as reader:
+        assert reader.latest == 1
+    # What a job that was killed long ago has left is removed, though.
+    assert not old.exists()
+    without_tcp.call(trap_cases.save, 2)
+    without_tcp.call(trap_cases.close_kept)
+    assert not Path(root, exchange).exists()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from ckptengine.format.names import step_dirname
 from tests.dist import cases, trap_cases
 from tests.helpers.checkpoints import read_manifest
 from tests.helpers.ranks import Ranks, wait_until
+from tests.helpers.scripts import mounted_tmpfs
 
 pytestmark = pytest.mark.dist
 
@@ -120,13 +120,9 @@ def test_a_writer_that_hangs_is_ended_and_named(opened: Ranks, root: str, rank: 
     goes_on(opened, root, 3, [1])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_full_disk_on_one_rank_fails_the_save_on_all(pair: Ranks, tmp_path: Path) -> None:
-    mount = tmp_path / "mount"
-    mount.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", mount], check=True)
-    try:
-        root = str(mount / "root")
+    with mounted_tmpfs(tmp_path / "mount", "16m"):
+        root = str(tmp_path / "mount" / "root")
         pair.call(trap_cases.open_kept, root)
         pair.call(trap_cases.save, 1)
         for error in pair.errors(trap_cases.save_values, 2, [3000, 3_000_000], timeout_s=IN_TIME_S):
@@ -135,8 +131,6 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(pair: Ranks, tmp_path: Pa
             assert "No space left" in str(error)
         goes_on(pair, root, 3, [1])
         pair.call(trap_cases.close_kept)
-    finally:
-        subprocess.run(["umount", "--lazy", mount], check=True)
 
 
 @config(on_error="warn", stall_timeout_s=1.0)
