@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ckptengine.adapters.assembly import Made, Request, SavedRanks
+from ckptengine.adapters.keypath import joined
 from ckptengine.adapters.values import Decoder, decode_value
 from ckptengine.catalog.catalog import read_manifest, resolve
 from ckptengine.errors import (
@@ -396,7 +397,7 @@ def _hidden(header: ShardHeader) -> set[str]:
 
 
 def _key_text(key: Any) -> str:
-    return str(decode_value(key))
+    return joined((decode_value(key),))
 
 
 def _unknown(name: str, names: Any, what: str) -> KeyError:

@@ -657,6 +657,24 @@ def test_tied_weights_are_stored_once_and_stay_tied(ckpt: ck.Checkpointer) -> No
     assert torch.equal(untied["embed"].weight, model["embed"].weight)
 
 
+def test_integers_too_long_for_python_to_print_are_values_and_keys(ckpt: ck.Checkpointer) -> None:
+    huge = 10**5000
+    state = {huge: torch.ones(2), (1, huge): [torch.zeros(1)], "value": huge, "small": 5}
+    ckpt.save(1, state)
+    found = {huge: torch.zeros(2), (1, huge): [torch.ones(1)], "value": 0, "small": huge}
+    ckpt.restore(found)
+    assert found["value"] == huge
+    assert found["small"] == 5
+    assert torch.equal(found[huge], state[huge])
+    with pytest.raises(ck.UnsupportedStateError, match=r"state\[<int>\]"):
+        ckpt.save(2, {huge: object()})
+    with pytest.raises(ck.StateMismatchError, match=r"<int>: shape \(3,\)"):
+        ckpt.restore({huge: torch.zeros(3)})
+    with ck.open_checkpoint(ckpt.root) as c:
+        assert c.keys() == ["<int>", "<tuple>.0"]
+        assert c.load()["value"] == huge
+
+
 # --- the directory -------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,5 +20,17 @@ def path_text(root: str, path: Sequence[Any]) -> str:
         elif type(key) is str:
             text += f"[{msgspec.json.encode(key).decode() if key.isprintable() else ascii(key)}]"
         else:
-            text += f"[{key!r:.80}]"
+            text += f"[{_printed(key, repr):.80}]"
     return text
+
+
+def joined(path: Sequence[Any]) -> str:
+    """A key path as in a tensor's name: `a.3`."""
+    return ".".join(_printed(key, str) for key in path)
+
+
+def _printed(key: Any, to_text: Callable[[Any], str]) -> str:
+    try:
+        return to_text(key)
+    except ValueError:  # Python does not print integers of thousands of digits
+        return f"<{type(key).__name__}>"

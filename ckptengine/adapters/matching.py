@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckptengine.adapters import objects
+from ckptengine.adapters.keypath import joined
 from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
 from ckptengine.adapters.placing import Placement, Plan
 from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
@@ -161,7 +162,13 @@ class Matcher:
     # Values
 
     def _match_value(self, target: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
-        if type(target) in _SCALARS and type(node) is type(target) and repr(node) == repr(target):
+        # By their text too, which tells 0.0 from -0.0.
+        if (
+            type(target) in _SCALARS
+            and type(node) is type(target)
+            and node == target
+            and repr(node) == repr(target)
+        ):
             return KEEP
         get = self._value(node, path)
         if type(target) in (list, set, bytearray, np.ndarray):
@@ -352,7 +359,7 @@ def _target_has_tensors(target: Any) -> bool:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path))
+    return joined(path)
 
 
 def _set_item(holder: Any, key: Any, get: Callable[[], Any]) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from ckptengine.adapters import objects
 from ckptengine.adapters.aliases import NamedLocal, resolve_aliases
 from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.items import FlatState, StateItem, value_item
-from ckptengine.adapters.keypath import STATE_DICT
+from ckptengine.adapters.keypath import STATE_DICT, joined
 from ckptengine.adapters.replicas import Ranks, Replication, Unit, assign
 from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
 from ckptengine.adapters.values import Encoder, Node
@@ -108,7 +108,7 @@ class _Walk(Encoder):
     def name(self, part: str = "") -> str:
         """The name of the leaf at the current path."""
         path = [key for key in self.path if key is not STATE_DICT]
-        name = ".".join(map(str, path)) + part
+        name = joined(path) + part
         if not name.isascii():
             name = name.encode("utf-8", "backslashreplace").decode()
         return self.claim(name, path)
