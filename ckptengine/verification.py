@@ -228,6 +228,9 @@ class _Check:
         attempt = self._manifest.attempt
         known = {ref.path for ref in self._manifest.shards}
         try:
+            # Not through a link: what it leads to is no part of the checkpoint.
+            if not any(entry.name == attempt and entry.is_dir for entry in self._store.list(self._step_path)):
+                return
             entries = self._store.list(os.path.join(self._step_path, attempt))
         except (FileNotFoundError, CheckpointError):
             return  # the shards' own checks say what is wrong

@@ -136,10 +136,26 @@ def _make_durable(
     )
 
 
+def _refuse_link(task: WriteTask, store: Store) -> None:
+    """What is written through a symbolic link lies elsewhere, and the catalog would not list it."""
+    name = step_dirname(task.step)
+    try:
+        entries = store.list(task.root)
+    except FileNotFoundError:
+        return  # removed since the run began; it is made again
+    if any(entry.name == name and not entry.is_dir for entry in entries):
+        raise SaveFailedError(
+            f"step {task.step}: its name is taken by a symbolic link or a file",
+            path=step_path(task),
+            hint="move it out of the root",
+        )
+
+
 def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> None:
     """One mkdir per attempt, by one rank: on Lustre a mkdir costs ten times a create."""
     if task.rank == COORDINATOR:
         try:
+            _refuse_link(task, store)
             store.make_dirs(os.path.join(step_path(task), task.attempt))
         except Exception as error:
             ready = Ready(failure=Failure.of(error, task.rank))
