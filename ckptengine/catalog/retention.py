@@ -26,7 +26,7 @@ from ckptengine.errors import (
 )
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId, parse_step_dirname
 from ckptengine.storage.durable import is_temporary
-from ckptengine.storage.store import Store
+from ckptengine.storage.store import Entry, Store
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def apply_retention(
     due = set(plan_retention((entry.step for entry in entries if entry.committed), policy))
     for entry in entries:
         try:
-            if entry.committed and entry.step not in due and len(attempt_dirs(store.list(entry.path))) < 2:
+            if entry.committed and entry.step not in due and _is_tidy(store.list(entry.path)):
                 continue  # nothing to do here, and whoever comes to read it need not wait
             with store.try_lock_exclusive(entry.path) as held:
                 if not held:
@@ -170,6 +170,11 @@ def _may_go(store: Store, step_path: str, current: AttemptId, report: _Progress)
     return False
 
 
+def _is_tidy(entries: list[Entry]) -> bool:
+    """Can nothing in a committed step be a left-over?"""
+    return len(attempt_dirs(entries)) < 2 and not any(_is_temporary(entry) for entry in entries)
+
+
 def _remove_leftovers(store: Store, step_path: str, current: AttemptId, report: _Progress) -> None:
     """Remove attempts before `current` that the manifest does not name, and the step if nothing is left."""
     entries = store.list(step_path)
@@ -185,6 +190,11 @@ def _remove_leftovers(store: Store, step_path: str, current: AttemptId, report: 
             report.skip(step_path, f"its manifest cannot be read: {exc}")
             return
     removed = False
+    if all(attempt <= current for attempt, _ in attempts):
+        # No publish is under way here: this process does them, and has done its own.
+        for name in [entry.name for entry in entries if _is_temporary(entry)]:
+            store.remove(posixpath.join(step_path, name))
+            removed = True
     for _, name in stale:
         if name != named:
             store.remove_tree(posixpath.join(step_path, name))
@@ -194,15 +204,14 @@ def _remove_leftovers(store: Store, step_path: str, current: AttemptId, report: 
         if removed:
             store.sync_dir(step_path)
         return
-    for entry in entries:
-        if not entry.is_dir and _is_ours(entry.name):
-            store.remove(posixpath.join(step_path, entry.name))
+    if any(entry.name == INDEX_NAME and not entry.is_dir for entry in entries):
+        store.remove(posixpath.join(step_path, INDEX_NAME))
     # Only if empty: something of the user's, or an attempt begun this moment, keeps it. A save that has just
     # made the step and not yet its attempt makes it again.
     if store.remove_dir(step_path):
         store.sync_dir(posixpath.dirname(step_path) or ".")
 
 
-def _is_ours(name: str) -> bool:
-    """An INDEX, or a temporary file of a publish that was cut short."""
-    return name == INDEX_NAME or is_temporary(name, of=(INDEX_NAME, MANIFEST_NAME))
+def _is_temporary(entry: Entry) -> bool:
+    """Is it a file of a publish that was cut short?"""
+    return not entry.is_dir and is_temporary(entry.name, of=(INDEX_NAME, MANIFEST_NAME))

@@ -251,6 +251,18 @@ class TestApply:
         apply_retention(store, root, KEEP_ALL, current=attempt_id(1, 9))
         assert everything(root) == [9]
 
+    def test_a_publish_that_was_cut_short_leaves_nothing_in_a_step_that_is_committed_later(
+        self, root: str, tmp_path: Path
+    ) -> None:
+        temporary = tmp_path / step_dirname(9) / f".{MANIFEST_NAME}.0123456789abcdef.tmp"
+        commit(store, root, 9, attempt_id(2, 1))
+        temporary.write_bytes(b"")
+        for current, left in ((attempt_id(1, 9), True), (attempt_id(2, 1), False)):
+            # Another run's, later than the one that tidies, may be under way.
+            apply_retention(store, root, KEEP_ALL, current=current)
+            assert temporary.exists() == left
+            assert committed(root) == [9]
+
     def test_a_commit_by_the_current_run_below_abandoned_steps_stays(self, root: str) -> None:
         for step in (400, 500):
             commit(store, root, step, attempt_id(1, step))
