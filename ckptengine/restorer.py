@@ -131,6 +131,7 @@ def _restore_step(
 
     def read() -> tuple[ReadStats, float]:
         begun = time.perf_counter()
+        target.touched = True
         stats = shards.read(match, config.io_threads)
         return stats, time.perf_counter() - begun
 

@@ -96,6 +96,42 @@ def stopped_writer(ckpt: ck.Checkpointer) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+# --- the configuration ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_nbytes": 0},
+        {"block_nbytes": 4097},
+        {"codec": "gzip"},
+        {"zstd_level": 23},
+        {"direct_io": "maybe"},
+        {"on_error": "ignore"},
+        {"io_threads": 0},
+        {"max_arenas": 0},
+        {"keep_last": 0},
+        {"keep_every": -1},
+        {"arena_budget_nbytes": 0},
+        {"retries": 10},
+        {"commit_timeout_s": 0.0},
+        {"restore_timeout_s": -1.0},
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=rf"{name} must be .*{value}"):
+        ck.Config(**wrong)
+
+
+def test_all_wrong_settings_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"block_nbytes must be .*; io_threads must be"):
+        ck.Config(block_nbytes=1, io_threads=0)
+    with pytest.raises(TypeError, match="blocks"):
+        ck.Config(blocks=1)  # type: ignore[call-arg]
+
+
 # --- a save --------------------------------------------------------------------------------------
 
 
@@ -503,6 +539,16 @@ def test_a_damaged_newest_commit_is_fallen_back_from(
     with pytest.raises(ck.CorruptCheckpointError, match="block 0 is damaged") as caught:
         restored(ckpt, step=3)
     assert caught.value.path == str(shard_of(ckpt.root, 3))
+
+
+def test_a_mismatch_after_a_fall_back_does_not_claim_that_nothing_was_written(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, {"a": torch.zeros(3)})
+    ckpt.save(2, {"a": torch.zeros(5000)})
+    damage(ckpt.root, 2)
+    with pytest.raises(ck.StateMismatchError, match="may hold parts of a newer step, which is damaged"):
+        ckpt.restore({"a": torch.ones(5000)})
+    with pytest.raises(ck.StateMismatchError, match="which is unchanged"):
+        ckpt.restore({"a": torch.ones(5000)}, step=1)
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "directory", "link", "of another step"])

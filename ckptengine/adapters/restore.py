@@ -64,6 +64,8 @@ class RestoreTarget:
             )
         self._state = state
         self._allow_pickle = allow_pickle
+        self.touched = False
+        """Whether a read into it has begun; set by whoever reads."""
 
     def match(
         self,
@@ -102,7 +104,7 @@ class RestoreTarget:
                 "the state is a tuple with values that would have to be replaced; pass it in a list or dict"
             )
         if found.mismatched or (strict and (found.missing or found.unexpected)):
-            raise _mismatch(found, strict, path, rank)
+            raise _mismatch(found, strict, path, rank, touched=self.touched)
         placed = plan(matcher.placements)
         matcher.place_large(placed)
         return Match(
@@ -143,7 +145,9 @@ def _replicas(
     return leaves
 
 
-def _mismatch(found: Differences, strict: bool, path: str | None, rank: int | None) -> StateMismatchError:
+def _mismatch(
+    found: Differences, strict: bool, path: str | None, rank: int | None, *, touched: bool
+) -> StateMismatchError:
     lines = [
         *found.mismatched,
         *(f"{name}: not in the checkpoint" for name in found.missing if strict),
@@ -153,8 +157,9 @@ def _mismatch(found: Differences, strict: bool, path: str | None, rank: int | No
     if len(lines) > _SHOWN:
         shown.append(f"and {len(lines) - _SHOWN} more")
     only_keys = not found.mismatched
+    condition = "may hold parts of a newer step, which is damaged" if touched else "is unchanged"
     return StateMismatchError(
-        f"the checkpoint does not fit the restore target, which is unchanged, in {len(lines)} places:\n  "
+        f"the checkpoint does not fit the restore target, which {condition}, in {len(lines)} places:\n  "
         + "\n  ".join(shown),
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),
