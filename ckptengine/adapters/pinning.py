@@ -56,7 +56,7 @@ def copy_from_device(
 
 
 def pin_arena(arena: Arena) -> None:
-    """Pin an arena for as long as it is mapped. It is reused, so this is paid once; later calls do nothing."""
+    """Pin an arena for as long as it is mapped. It is reused, so this is paid once; again does nothing."""
     if arena.before_close is None and pin(arena.address, arena.view.nbytes):
         address = arena.address
         arena.before_close = lambda: unpin(address)
