@@ -19,7 +19,7 @@ import random
 import re
 import socket
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +167,8 @@ values: st.SearchStrategy[Any] = _evenly(
     st.sets(_atoms.filter(_usable_as_key), max_size=3)
     | st.frozensets(_atoms.filter(_usable_as_key), max_size=3),
     _random_states(),
+    st.dictionaries(st.text(max_size=3) | st.integers(0, 9), st.integers(0, 5), max_size=3).map(Counter),
+    st.builds(deque, st.lists(_atoms, max_size=3), st.none() | st.integers(3, 9)),
 )
 """Anything that is kept without pickle and holds no tensor, but for the generator state of torch."""
 
@@ -325,6 +327,8 @@ class _Blank:
     def copy(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if isinstance(value, Counter):
+            return Counter("garbage")
         if isinstance(value, dict):
             return type(value)((key, self.copy(inner)) for key, inner in value.items())
         if type(value) in (list, tuple):

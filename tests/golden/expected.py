@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ def values() -> dict[Any, Any]:
         "sets": [{1, "a", None}, frozenset({(1, 2)})],
         "dict": {1: "int", "1": "str", (2, "x"): "tuple", None: "none", 2.5: "float", "$": "dollar"},
         "odict": OrderedDict([("z", 1), ("a", [OrderedDict()])]),
+        "counter": Counter({"b": 2, "a": 1, (3,): 0}),
+        "deques": [deque([1, "two"]), deque([3.0, None], maxlen=5)],
         "size": torch.Size([2, 0, 5]),
         "torch": [torch.bfloat16, torch.device("cuda", 1), torch.strided, torch.channels_last],
         "enum": [http.HTTPStatus.NOT_FOUND, re.RegexFlag.ASCII | re.RegexFlag.DOTALL],

@@ -28,9 +28,9 @@ CODECS = ("raw", "zstd")
 STEP = f"step-{expected.STEP:010d}"
 
 FINGERPRINTS = {
-    "raw": "c94133526279f14bb7641384ab9a92d2",
-    "zstd": "0abbfc5ad18a896b381286d51d8ccf56",
-    "dtypes": "683c6e6735328a2fd4dfa88eab93e1a1",
+    "raw": "1be4dfbb229f062bd1c894bd16d2ba38",
+    "zstd": "0c385235711270d0ea3cb47bc8887cfb",
+    "dtypes": "13a51e7301e8818096bb3c0a681a3626",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
@@ -39,8 +40,9 @@ def check_equal(found: Any, saved: Any, where: str = "state") -> None:
         assert list(map(typed, found)) == list(map(typed, saved)), where
         for key, value in saved.items():
             check_equal(found[key], value, f"{where}[{key!r}]")
-    elif isinstance(saved, list | tuple) and not isinstance(saved, torch.Size):
+    elif isinstance(saved, list | tuple | deque) and not isinstance(saved, torch.Size):
         assert len(found) == len(saved), where
+        assert getattr(found, "maxlen", None) == getattr(saved, "maxlen", None), where
         for index, value in enumerate(saved):
             check_equal(found[index], value, f"{where}[{index}]")
     elif isinstance(saved, np.ndarray | np.generic):
