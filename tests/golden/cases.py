@@ -37,9 +37,6 @@ def _restore(codec: str) -> None:
     with ck.Checkpointer(Path(sys.argv[1]) / codec) as ckpt:
         info = ckpt.restore(target)
         assert (info.step, info.fell_back_from) == (expected.STEP, ())
-        if codec == "raw":
-            # The next save goes on where the old version left off.
-            assert "a000002-" in ckpt.save(expected.STEP + 1, target).attempt
     found = target | {"model": {name: _local(tensor) for name, tensor in target["model"].items()}}
     check_equal(found, expected.local_state(rank))
 
