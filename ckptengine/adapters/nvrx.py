@@ -77,9 +77,10 @@ class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no 
                     self._caller.process.kill()
                 self._disarm()
                 raise
-            process = self._process = self._caller.process
-            # A worker of 0.4.1 is not a daemon: at exit, multiprocessing would wait for it to end by itself.
-            self._at_exit = multiprocessing.util.Finalize(None, process.kill, exitpriority=0)
+            self._process = self._caller.process
+            # A worker of 0.4.1 is not a daemon: at exit, multiprocessing would wait for it to end by itself,
+            # and then NVRx's destructor for the tasks it has not done.
+            self._at_exit = multiprocessing.util.Finalize(None, self.kill, exitpriority=0)
 
     def async_save(self, task: bytes) -> None:
         """Queue `task` for the process, which is started if need be."""

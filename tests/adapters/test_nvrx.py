@@ -3,24 +3,42 @@ throughout."""
 
 from __future__ import annotations
 
+import errno
+import gc
+import inspect
+import multiprocessing.process
+import multiprocessing.spawn
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from nvidia_resiliency_ext.checkpointing.async_ckpt import core
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 
-from ckptengine.adapters import worker
+import ckptengine as ck
+from ckptengine.adapters import nvrx, worker
 from ckptengine.adapters.nvrx import WriterProcess
 from tests.helpers import writer_functions
+from tests.helpers.scripts import Script
 
 START_S = 60.0
+
+can_abort = pytest.mark.skipif(
+    not hasattr(core, "abort_nvrx_checkpoint"), reason="this NVRx has no abort (0.5 and later have)"
+)
+can_warm_up = pytest.mark.skipif(
+    not hasattr(AsyncCallsQueue, "warmup_persistent_caller"),
+    reason="this NVRx starts no worker ahead (0.6 and later do)",
+)
 
 
 def wait_for(condition: object, timeout_s: float = START_S) -> None:
@@ -96,6 +114,134 @@ def test_a_writer_that_hangs_is_killed_after_the_timeout(writers: list[WriterPro
     assert writer.exitcode == -9
 
 
+def test_it_is_warm_once_it_could_work(writers: list[WriterProcess], tmp_path: Path) -> None:
+    writer = make(writers, writer_functions.touch)
+    assert not writer.warm
+    writer.async_save(str(tmp_path / "ran").encode())
+    wait_for((tmp_path / "ran").exists)
+    assert writer.warm
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing_that_waits(
+    writers: list[WriterProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.process.BaseProcess, "start", start)
+        with pytest.raises(OSError, match="temporarily unavailable"):
+            WriterProcess(0, writer_functions.touch, worker.warm_up).start()
+        # Stock: NVRx's destructor waits for ever for the process that is not there.
+        collected = threading.Thread(target=gc.collect)
+        collected.start()
+        collected.join(10)
+        assert not collected.is_alive()
+        with ck.Checkpointer(tmp_path) as ckpt:
+            with pytest.raises(ck.SaveFailedError, match=r"cannot be started.*temporarily unavailable"):
+                ckpt.save(1, {"w": torch.ones(3)})
+            patch.undo()
+            ckpt.save(2, {"w": torch.ones(3)})
+            assert ckpt.steps() == [2]
+
+
+def test_only_the_thread_that_starts_a_writer_hides_its_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+
+    def look(who: str) -> None:
+        data = multiprocessing.spawn.get_preparation_data("p")
+        seen[who] = data.get("init_main_from_name", data.get("init_main_from_path"))
+
+    look("before")
+    with nvrx._lifeline_as_main_module():
+        look("here")
+        other = threading.Thread(target=look, args=("there",))
+        other.start()
+        other.join()
+    look("after")
+    assert seen["here"] == "ckptengine.adapters.lifeline"
+    assert seen["before"] == seen["there"] == seen["after"] != seen["here"]
+
+
+# --- what others do with NVRx in the same process ------------------------------------------------
+
+
+@can_warm_up
+def test_a_worker_that_another_user_has_started_ahead_stays_theirs(writers: list[WriterProcess]) -> None:
+    options = {"cpu_shm_mode": True}
+    AsyncCallsQueue.warmup_persistent_caller(0, **options)
+    theirs = AsyncCallsQueue._warmup_persistent_caller
+    try:
+        writer = make(writers, writer_functions.touch)
+        writer.start()
+        writer.kill()
+        del writer
+        writers.clear()
+        gc.collect()
+        assert AsyncCallsQueue._warmup_persistent_caller is theirs
+        assert theirs.process.is_alive()
+    finally:
+        AsyncCallsQueue._warmup_persistent_caller = None
+        theirs.process.kill()
+        theirs.process.join()
+        theirs.process = None
+
+
+def test_other_writers_of_nvrx_do_not_drain_ours(writers: list[WriterProcess]) -> None:
+    filesystem_async = pytest.importorskip(
+        "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async", exc_type=ImportError
+    )
+    writer_class = filesystem_async.FileSystemWriterAsync
+    if not hasattr(writer_class, "_shm_drain_callback"):
+        pytest.skip("this NVRx has no such callback (0.6 and later have)")
+    before = writer_class._shm_drain_callback = lambda: None
+    try:
+        writer = make(writers, writer_functions.touch)
+        writer.start()
+        assert writer_class._shm_drain_callback is before
+        writer.kill()
+        assert writer_class._shm_drain_callback is before
+    finally:
+        writer_class._shm_drain_callback = None
+
+
+@can_abort
+def test_an_abort_in_the_middle_of_a_save_fails_it_at_once_and_the_next_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *args: 0)
+    config = ck.Config(codec="zstd", zstd_level=19, block_nbytes=1 << 18, io_threads=1)
+    with ck.Checkpointer(tmp_path, config=config) as ckpt:
+        handle = ckpt.async_save(1, {"w": torch.randn(2_000_000)})
+        wait_for(lambda: list(tmp_path.glob("step-*/*/shard-*")))
+        started = time.monotonic()
+        core.abort_nvrx_checkpoint()
+        with pytest.raises(ck.SaveFailedError, match="the writer process ended"):
+            handle.result(20)
+        assert time.monotonic() - started < 10
+        ckpt.save(2, {"w": torch.ones(3)})
+        assert ckpt.steps() == [2]
+
+
+@can_abort
+def test_the_stock_queue_finalizes_an_aborted_save_as_a_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *args: 0)
+    known = inspect.signature(AsyncCallsQueue.__init__).parameters
+    queue = AsyncCallsQueue(persistent=True, **({"cpu_shm_mode": True} if "cpu_shm_mode" in known else {}))
+    queue._get_async_caller().rank = 0
+    finalized: list[str] = []
+    path = str(tmp_path / "never").encode()
+    queue.schedule_async_request(
+        AsyncRequest(writer_functions.touch, (path,), [lambda: finalized.append("!")], {})
+    )
+    queue.close(abort=True)
+    queue.maybe_finalize_async_calls(blocking=False, no_dist=True)
+    assert finalized == ["!"]
+    assert not (tmp_path / "never").exists()
+
+
 def test_the_stock_queue_polls_for_ever_when_its_writer_dies() -> None:
     """The trap this package works around; when this fails, NVRx has changed and the adapter may shrink."""
     queue = AsyncCallsQueue(persistent=True)
@@ -144,6 +290,50 @@ def test_a_trainer_that_is_killed_takes_its_idle_writer_with_it(tmp_path: Path) 
     assert result.returncode == -9, result.stderr
     pid = int(result.stdout)
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 10.0)
+
+
+def test_a_trainer_killed_before_the_first_task_is_under_way_leaves_no_writer() -> None:
+    """Nothing that the writer waits for would ever tell it: it holds both ends of its queue."""
+    with Script(
+        """
+        import os, signal
+        from ckptengine.adapters import worker
+        from ckptengine.adapters.nvrx import WriterProcess
+        from tests.helpers import writer_functions
+        writer = WriterProcess(0, writer_functions.touch, worker.warm_up)
+        writer._caller.queue.put = lambda task: os.kill(os.getpid(), signal.SIGKILL)
+        writer.start()
+        """
+    ) as script:
+        assert script.ends() == -9
+        assert script.left() == []
+
+
+def test_a_trainer_that_does_not_close_ends_all_the_same() -> None:
+    """A worker of 0.4.1 is no daemon: multiprocessing waits for it at exit, and it for tasks."""
+    with Script(
+        """
+        from ckptengine.adapters import worker
+        from ckptengine.adapters.nvrx import WriterProcess
+        from tests.helpers import writer_functions
+        writer = WriterProcess(0, writer_functions.touch, worker.warm_up)
+        writer.start()
+        """
+    ) as script:
+        assert script.ends(30) == 0
+        assert script.left() == []
+
+
+def test_a_save_and_a_restore_from_end_to_end(tmp_path: Path) -> None:
+    with ck.Checkpointer(tmp_path) as ckpt:
+        state = {"w": torch.arange(100_000), "step": 1}
+        handle = ckpt.async_save(1, state)
+        state["w"].zero_()
+        assert handle.result(60).step == 1
+        target = {"w": torch.zeros(100_000, dtype=torch.int64), "step": 0}
+        assert ckpt.restore(target).step == 1
+    assert torch.equal(target["w"], torch.arange(100_000))
+    assert target["step"] == 1
 
 
 def test_a_script_without_a_main_guard_does_not_run_again_in_the_writer(tmp_path: Path) -> None:

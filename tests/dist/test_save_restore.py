@@ -246,11 +246,11 @@ def test_what_would_fail_every_save_is_an_error_on_all_ranks_at_once(pair: Ranks
 
 
 def test_a_rank_that_makes_no_checkpointer_is_named(trio: Ranks, root: str) -> None:
-    for error in trio.errors(cases.open_only, root, {"agree_timeout_s": 1.0}, ranks=[0, 1]):
+    for error in trio.errors(cases.open_only, root, {"agree_timeout_s": 3.0}, ranks=[0, 1]):
         assert isinstance(error, ck.CommitTimeoutError)
         assert error.rank == 2
     # The rank that comes late finds nobody, and then all are even again.
-    (late,) = trio.errors(cases.open_only, root, {"agree_timeout_s": 1.0}, ranks=[2])
+    (late,) = trio.errors(cases.open_only, root, {"agree_timeout_s": 3.0}, ranks=[2])
     assert isinstance(late, ck.CommitTimeoutError)
     trio.call(cases.save_steps, root, [1])
 

@@ -34,6 +34,14 @@ START_TIMEOUT_S = 90.0
 GROUP_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))),
+    "OMP_NUM_THREADS": "1",
+    # torch asks for the name of each address that connects to its store; a name server that drops the
+    # question would hold up all ranks for 5 s.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
+
 Init = Literal["tcp", "agent", "file", "none"]
 
 
@@ -125,7 +133,7 @@ class Ranks:
         self._connections: dict[int, Connection] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._store = _serve_store(self.directory) if init == "agent" else None
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+        environment = {**os.environ, **ENVIRONMENT, **(env or {})}
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(self.directory / "socket"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.ranks import ROOT, session, wait_until
+from tests.helpers.ranks import ENVIRONMENT, ROOT, session, wait_until
 
 GONE_S = 10.0
 
@@ -35,7 +35,7 @@ class Script:
                 stdout=out,
                 stderr=err,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+                env={**os.environ, **ENVIRONMENT, **(env or {})},
                 start_new_session=True,
             )
 
