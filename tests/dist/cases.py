@@ -137,6 +137,26 @@ def training(root: str, wrap: str, codec: str) -> None:
     assert local_state(again, other) == after
 
 
+def save_replicas(root: str, steps: list[int]) -> None:
+    """What all ranks hold alike is written by one of them, by bytes."""
+    module = DistributedDataParallel(model(1))
+    optimizer = adamw(module)
+    with checkpointer(root) as ckpt:
+        for step in steps:
+            train(module, optimizer, 1)
+            ckpt.save(step, paired(module, optimizer))
+            kept[f"replicas {step}"] = local_state(module, optimizer)
+
+
+def restore_replicas(root: str) -> ck.RestoreInfo:
+    module = DistributedDataParallel(model(2))
+    optimizer = adamw(module)
+    with checkpointer(root) as ckpt:
+        info = ckpt.restore(paired(module, optimizer))
+    assert local_state(module, optimizer) == kept[f"replicas {info.step}"]
+    return info
+
+
 def local_state_dicts(root: str) -> None:
     """FSDP1's LOCAL_STATE_DICT as torch returns it: ShardedTensors of flat parameters."""
     for number, use_orig_params in enumerate((True, False)):

@@ -144,6 +144,21 @@ def saved(pair: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
     return root
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_damaged_shard_that_all_ranks_read_from_sends_all_to_the_previous_step(
+    pair: Ranks, root: str, rank: int
+) -> None:
+    """DDP's ranks hold the same: each stores a part of it, and reads the rest from the others' shards."""
+    pair.call(cases.save_replicas, root, [1, 2])
+    assert [info.step for info in pair.call(cases.restore_replicas, root)] == [2, 2]
+    path = shard(root, 2, rank)
+    flip(path, read_manifest(step_path(root, 2)).shards[rank].header_nbytes + 10)
+    for info in pair.call(cases.restore_replicas, root):
+        assert info.step == 1
+        (skipped,) = info.fell_back_from
+        assert (skipped.step, path.name in skipped.reason) == (2, True)
+
+
 def test_damage_in_two_steps_on_different_ranks(pair: Ranks, root: str, saved: str) -> None:
     shutil.copytree(saved, root)
     damage(root, 3, 0)

@@ -20,12 +20,14 @@ GONE_S = 10.0
 
 
 class Script:
-    """A running program, leader of a session of its own. `text` is its source, or a file's path."""
+    """A running program, leader of a session of its own. The first argument is its source, a file's path, or
+    "-m", before the rest of the command."""
 
     def __init__(
         self, text: str | Path, *arguments: str, before: Sequence[str] = (), env: dict[str, str] | None = None
     ) -> None:
-        program = [str(text)] if isinstance(text, Path) else ["-c", textwrap.dedent(text)]
+        given = isinstance(text, Path) or text == "-m"
+        program = [str(text)] if given else ["-c", textwrap.dedent(str(text))]
         self._files = contextlib.ExitStack()
         self._directory = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="script-")))
         with open(self._directory / "out", "wb") as out, open(self._directory / "err", "wb") as err:
