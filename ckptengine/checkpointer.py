@@ -60,7 +60,9 @@ class Checkpointer:
         config: Config | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.root = os.path.abspath(os.fspath(root))
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config is a ckptengine.Config, not a {type(config).__name__}")
+        self.root = os.path.abspath(os.fsdecode(root))
         self.config = config if config is not None else Config()
         self._store = PosixStore(direct_io=self.config.direct_io)
         member = c10d.membership(process_group)
@@ -144,6 +146,7 @@ class Checkpointer:
         Raises `CommitTimeoutError` if `timeout` passes first, and the error of a failed save nobody has asked
         about.
         """
+        self._check_process()
         if not self._saver.wait(timeout):
             raise CommitTimeoutError(f"a save is still under way after {timeout:g} s", path=self.root)
         self._saver.raise_earlier_failure()
@@ -208,6 +211,17 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError("this Checkpointer is closed", path=self.root, hint="make a new one")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        """A fork shares the arena's memory with its parent, and neither the monitor nor the writer is its
+        own."""
+        if os.getpid() != self._pid:
+            raise CheckpointError(
+                f"this Checkpointer belongs to process {self._pid}, of which this one is a fork",
+                path=self.root,
+                hint="save in the process that made it (async_save does not block), or make one here",
+            )
 
 
 class _Hello(msgspec.Struct, frozen=True):

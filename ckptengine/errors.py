@@ -19,7 +19,10 @@ not apply.
 
 from __future__ import annotations
 
+import errno
 from typing import Any
+
+_LOCAL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM})
 
 
 class CheckpointError(Exception):
@@ -140,6 +143,11 @@ class StorageError(CheckpointError, OSError):
     def __init__(self, message: str, *, errno: int | None = None, **where: Any) -> None:
         super().__init__(message, **where)
         self.errno = errno
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this process's own limits or permissions are to blame: the file may well be whole."""
+        return self.errno in _LOCAL
 
 
 class SaveFailedError(CheckpointError):

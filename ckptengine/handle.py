@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
-from ckptengine.errors import CommitTimeoutError
+from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.info import CommitInfo, SaveTimes
 
 
@@ -23,6 +24,7 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._observed = False
+        self._pid = os.getpid()
 
     @property
     def times(self) -> SaveTimes:
@@ -58,6 +60,11 @@ class SaveHandle:
         rank, and `CommitTimeoutError` when `timeout` passes first; the save then goes on. Without `timeout`
         the wait still ends, at `Config.commit_timeout_s` from the request.
         """
+        if not self.done() and os.getpid() != self._pid:
+            raise CheckpointError(
+                f"this handle belongs to process {self._pid}, of which this one is a fork",
+                hint="ask it there; nobody would tell this process how the save ends",
+            )
         if not self._ended.wait(timeout):
             raise CommitTimeoutError(
                 f"step {self.step} is not committed after {timeout:g} s; the save is still under way",

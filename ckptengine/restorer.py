@@ -95,7 +95,7 @@ def restore(
             try:
                 match, stats, read_s = _restore_step(assignment, target, strict, store, group, config)
             except DAMAGE as error:
-                if step is not None:
+                if step is not None or not _is_damage(error):
                     raise
                 fell_back.append(FallBack(assignment.step, str(error), error.rank))
                 if candidates is not None:
@@ -185,6 +185,10 @@ class _Shards:
         return stats
 
 
+def _is_damage(error: CheckpointError) -> bool:
+    return not (isinstance(error, StorageError) and error.is_local)
+
+
 def _on_all_ranks(group: Group, work: Callable[[], Any], what: str, timeout_s: float | None = None) -> Any:
     """Do `work` on every rank; return its result only if it succeeded on all, else raise the failing rank's
     error on all."""
@@ -247,7 +251,7 @@ class _Candidates:
                 # Held until the restore ends: retention, in whatever process, leaves the step alone.
                 manifest = self._held.enter_context(held_manifest(self._store, entry.path))
             except (*DAMAGE, CheckpointNotFoundError, NotCommittedError) as error:
-                if self._step is not None:
+                if self._step is not None or not _is_damage(error):
                     raise
                 logger.warning("step %d cannot be used: %s", entry.step, error)
                 skipped.append((entry.step, str(error)))

@@ -3,6 +3,7 @@ collective."""
 
 from __future__ import annotations
 
+import multiprocessing
 import operator
 import os
 import time
@@ -14,6 +15,7 @@ from ckptengine.adapters.pinning import pin_arena
 from ckptengine.adapters.stage import copy_items
 from ckptengine.adapters.state import StateItem, flatten
 from ckptengine.adapters.values import encode_value
+from ckptengine.errors import SaveFailedError
 from ckptengine.format.layout import PAD_PREFIX, lay_out
 from ckptengine.format.names import AttemptId, shard_filename
 from ckptengine.format.shard import ShardHeader, TensorEntry, encode_header
@@ -57,6 +59,11 @@ class Saver:
             if earlier is not None:
                 pending.repeats_earlier = True
                 raise earlier
+            if multiprocessing.current_process().daemon:
+                raise SaveFailedError(
+                    "a daemonic process may not have children, and a save needs its writer process",
+                    hint="start the trainer's process with daemon=False",
+                )
             self._monitor.start_writer()
             self._stage(pending, state, metadata)
         except BaseException as error:

@@ -15,7 +15,7 @@ import msgspec
 
 from ckptengine import errors
 from ckptengine.comm.transport import Transport
-from ckptengine.errors import CheckpointError, CommitTimeoutError, StateMismatchError
+from ckptengine.errors import CheckpointError, CommitTimeoutError, StateMismatchError, StorageError
 
 MAX_FAILURE_TEXT = 8000
 """Characters of an error's message that travel; a status page has room for no more."""
@@ -34,6 +34,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     fqn: str | None = None
     offset: int | None = None
     hint: str | None = None
+    errno: int | None = None
     retryable: bool = True
     repeated: bool = False
     missing: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             fqn=error.fqn,
             offset=error.offset,
             hint=error.hint,
+            errno=error.errno if isinstance(error, OSError) else None,
             retryable=error.retryable,
             repeated=error.repeated,
             **lists,
@@ -74,6 +76,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         error: CheckpointError = cls(self.message)
         error.rank, error.path, error.fqn, error.offset = self.rank, self.path, self.fqn, self.offset
         error.hint, error.retryable, error.repeated = self.hint, self.retryable, self.repeated
+        if isinstance(error, StorageError):
+            error.errno = self.errno
         if isinstance(error, StateMismatchError):
             error.missing, error.unexpected, error.mismatched = self.missing, self.unexpected, self.mismatched
         return error

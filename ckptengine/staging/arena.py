@@ -28,6 +28,9 @@ from ckptengine.storage.linux import MADV_POPULATE_WRITE, address_of, madvise
 
 logger = logging.getLogger(__name__)
 
+QUIET_WAIT_S = 0.5
+"""A shorter wait for a free arena is not worth a line in the log."""
+
 _NAME = "ckptengine-arena"
 _GRAIN = 2 << 20  # capacities are rounded up to this, so that a state that grows a little still fits
 _PREFAULT_PIECE = 64 << 20
@@ -245,6 +248,9 @@ class ArenaPool:
                         f"no snapshot memory became free in {timeout_s:g} s",
                         hint="earlier saves are still being written: save less often, or raise max_arenas",
                     )
+                if not waited and time.monotonic() - started < QUIET_WAIT_S:
+                    self._changed.wait(min(left, QUIET_WAIT_S))
+                    continue
                 if not waited:
                     waited = True
                     logger.warning(

@@ -15,6 +15,7 @@ import threading
 from typing import Literal
 
 from ckptengine.errors import StorageError
+from ckptengine.storage.failures import storage_error
 from ckptengine.storage.linux import address_of, direct_io_alignment
 
 DirectMode = Literal["auto", "on", "off"]
@@ -69,7 +70,7 @@ class DirectFile:
                 fd = os.open(self._path, self._flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
             except OSError as exc:
                 if exc.errno not in _REFUSALS:
-                    raise
+                    raise storage_error(exc, self._path, "open for direct I/O") from exc
                 self._refused(exc)
                 return -1
             if not os.path.samestat(os.fstat(fd), os.fstat(self._peer_fd)):

@@ -244,13 +244,21 @@ class TestPool:
             pool.acquire(3 * GRAIN, 1)
             assert sum(arena.fd >= 0 for arena in small) == 1
 
-    def test_a_wait_ends_with_a_release_and_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("wait_s", [0.0, 0.8])
+    def test_a_wait_ends_with_a_release_and_is_logged_if_it_is_long(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, wait_s: float
+    ) -> None:
+        if not wait_s:
+            monkeypatch.setattr("ckptengine.staging.arena.QUIET_WAIT_S", 60.0)
         with ArenaPool(1) as pool, caplog.at_level(logging.WARNING):
             arena = pool.acquire(1, 1)
-            timer = threading.Timer(0.1, pool.release, [arena])
+            timer = threading.Timer(wait_s, pool.release, [arena])
             timer.start()
             assert pool.acquire(1, 30) is arena
             timer.join()
+        if not wait_s:
+            assert not caplog.text
+            return
         assert "save waits for snapshot memory: 1 of 1 arenas are busy" in caplog.text
         assert "save waited 0." in caplog.text
 
