@@ -13,6 +13,7 @@ import select
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 
 PARENT_POLL_S = 0.2
@@ -54,6 +55,9 @@ def _wait_for_end(trainer: int) -> None:
 
 
 if __name__ == "__mp_main__":
+    # The trainer has shown it already, when it imported torch.
+    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
+
     # The importable module, not this copy of it, is the one that others set `last_word` in.
     from ckptengine.adapters import lifeline
 
