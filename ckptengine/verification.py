@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from ckptengine.catalog.catalog import resolve
-from ckptengine.errors import CheckpointError, CorruptCheckpointError, StorageError
+from ckptengine.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from ckptengine.format.digest import hexdigest
 from ckptengine.format.index import decode_index
 from ckptengine.format.limits import MAX_INDEX_NBYTES
 from ckptengine.format.manifest import Manifest, ShardRef
-from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME
+from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, RAW_SUFFIX, ZSTD_SUFFIX
 from ckptengine.format.shard import ShardHeader
 from ckptengine.read.damage import Damage
 from ckptengine.read.reader import find_damage
@@ -32,6 +32,7 @@ from ckptengine.read.shards import check_size, read_header, shard_path
 from ckptengine.read.step import held_manifest
 from ckptengine.read.threads import in_threads
 from ckptengine.read.world import inconsistencies
+from ckptengine.storage.failures import translated
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
 
@@ -68,6 +69,11 @@ class VerifyReport:
     def ok(self) -> bool:
         return not self.damages
 
+    @property
+    def restorable(self) -> bool:
+        """Is everything whole that a restore reads? The INDEX only repeats what the headers say."""
+        return all(damage.file == INDEX_NAME for damage in self.damages)
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
         return {"ok": self.ok, **asdict(self)}
@@ -85,12 +91,14 @@ def verify(
 
     path: a root (its newest committed step), a step directory, or a manifest. Raises CheckpointNotFoundError,
     NotCommittedError or UnsupportedFormatError where there is no checkpoint to check, and StorageError where
-    the step or its manifest cannot be read at all. Damage is never raised: it is in the report.
+    the step or its manifest cannot be read at all, or any file of it for lack of a permission, of file
+    descriptors or of memory: that says nothing about the file. Damage is never raised: it is in the report.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, not {level!r}")
     began = time.monotonic()
     store = PosixStore() if store is None else store
+    _refuse_shard(os.fspath(path))
     _, step_path = resolve(store, os.fspath(path))
     with ExitStack() as stack:
         try:
@@ -116,6 +124,19 @@ def verify(
         nbytes=check.nbytes_checked,
         damages=tuple(sorted(check.damages, key=_order)),
         notes=tuple(check.notes),
+    )
+
+
+def _refuse_shard(path: str) -> None:
+    """A shard alone is not a checkpoint: its digests are vouched for by the manifest of its step."""
+    if not path.endswith((RAW_SUFFIX, ZSTD_SUFFIX)) or not os.path.isfile(path):
+        return
+    step_path = os.path.dirname(os.path.dirname(os.path.abspath(path)))
+    known = os.path.isfile(os.path.join(step_path, MANIFEST_NAME))
+    raise CheckpointNotFoundError(
+        "it is a single shard, not a checkpoint",
+        path=path,
+        hint=f"give its step: {step_path}" if known else "give the directory of the step it is of",
     )
 
 
@@ -171,7 +192,7 @@ class _Check:
     def _check_header(self, ref: ShardRef, headers: dict[int, ShardHeader]) -> None:
         path = shard_path(self._step_path, ref)
         try:
-            with self._store.open(path) as file:
+            with translated(path, "read"), self._store.open(path) as file:
                 headers[ref.rank] = read_header(file, path, ref, self._manifest)
         except FileNotFoundError:
             self.damages.append(Damage(ref.path, "the shard file is missing", ref.rank))
@@ -185,7 +206,8 @@ class _Check:
     def _check_data(self, ref: ShardRef, header: ShardHeader) -> None:
         path = shard_path(self._step_path, ref)
         try:
-            found = find_damage(self._store, path, header, threads=self._threads, progress=self._advance)
+            with translated(path, "read"):
+                found = find_damage(self._store, path, header, threads=self._threads, progress=self._advance)
         except (CorruptCheckpointError, StorageError) as error:
             self.damages.append(_damage(error, ref.path, ref.rank))
         else:
@@ -245,7 +267,11 @@ class _Check:
 
 def _damage(error: CheckpointError, file: str, rank: int | None) -> Damage:
     """An error as a damage; what it expected and found belongs to the reason, where it was is in the
-    fields."""
+    fields. Raises one that is about this process and not about the file."""
+    if isinstance(error, StorageError) and error.is_local:
+        if error.rank is None:
+            error.rank = rank
+        raise error
     reason = error.message
     if error.expected is not None:
         reason = f"{reason} (expected {error.expected}, found {error.actual})"

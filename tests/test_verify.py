@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ import pytest
 from ckptengine.errors import (
     CheckpointNotFoundError,
     NotCommittedError,
+    StorageError,
     UnsupportedFormatError,
 )
 from ckptengine.format.blocks import stored_offsets
@@ -24,7 +27,9 @@ from ckptengine.read.damage import Damage
 from ckptengine.read.plan import Destination
 from ckptengine.read.reader import read_shard
 from ckptengine.read.shards import open_header
+from ckptengine.storage.failures import storage_error
 from ckptengine.storage.posix import PosixStore
+from ckptengine.storage.store import BlockReader, ReadSource
 from ckptengine.verification import LEVELS, Level, VerifyReport, verify
 from tests.helpers.checkpoints import (
     RankContent,
@@ -445,3 +450,96 @@ def test_a_flipped_bit_anywhere_is_detected_or_harmless(tmp_path: Path, codec: s
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_every_flipped_byte_is_detected_or_harmless(tmp_path: Path, codec: str) -> None:
     check_flips(write_checkpoint(tmp_path, 1, codec=codec), every=1)
+
+
+# --- what is about this process, not about the files -------------------------------------------------
+
+
+class _FailingReader:
+    """The header can be read; before anything else `fail` is called."""
+
+    def __init__(self, file: BlockReader, fail: Callable[[], None]) -> None:
+        self._file = file
+        self._fail = fail
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    def pread_into(self, offset: int, out: memoryview) -> ReadSource:
+        if offset:
+            self._fail()
+        return self._file.pread_into(offset, out)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> BlockReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _FailingStore(PosixStore):
+    """Fails to `size`, `open` or `read` the shard of rank 1."""
+
+    def __init__(self, code: int, doing: str) -> None:
+        super().__init__()
+        self._code = code
+        self._doing = doing
+
+    def _fail(self, path: str, doing: str) -> None:
+        if doing == self._doing and "shard-00001" in path:
+            raise storage_error(OSError(self._code, os.strerror(self._code)), path, doing)
+
+    def size(self, path: str) -> int:
+        self._fail(path, "size")
+        return super().size(path)
+
+    def open(self, path: str) -> BlockReader:
+        self._fail(path, "open")
+        return _FailingReader(super().open(path), lambda: self._fail(path, "read"))
+
+
+@pytest.mark.parametrize("doing", ["size", "open", "read"])
+@pytest.mark.parametrize("name", ["EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM"])
+def test_lacking_a_permission_or_a_resource_is_not_damage(step: Path, name: str, doing: str) -> None:
+    code = getattr(errno, name)
+    with pytest.raises(StorageError, match=re.escape(os.strerror(code))) as caught:
+        verify(step, store=_FailingStore(code, doing))
+    assert (caught.value.errno, caught.value.rank) == (code, 1)
+    assert caught.value.path == str(shard(step, 1))
+
+
+@pytest.mark.parametrize("doing", ["size", "open", "read"])
+def test_a_failing_disk_is_damage(step: Path, doing: str) -> None:
+    report = verify(step, store=_FailingStore(errno.EIO, doing))
+    assert not report.ok
+    assert {damage.rank for damage in report.damages} == {1}
+    assert all(
+        "Input/output error" in damage.reason for damage in report.damages if damage.file != INDEX_NAME
+    )
+
+
+def test_memory_for_buffers_is_not_damage_either(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("ckptengine.read.reader.AlignedBuffer", no_memory)
+    with pytest.raises(StorageError, match="no memory"):
+        verify(step)
+
+
+def test_only_the_index_is_not_needed_to_restore(step: Path) -> None:
+    assert verify(step).restorable
+    (step / INDEX_NAME).write_bytes(b"garbage")
+    report = verify(step)
+    assert (report.ok, report.restorable) == (False, True)
+    shard(step, 0).unlink()
+    assert not verify(step).restorable
+
+
+def test_a_single_shard_is_refused(step: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=f"single shard.*give its step: {re.escape(str(step))}"):
+        verify(shard(step, 0))

@@ -54,7 +54,7 @@ for _name, _command in (("list", list_command), ("inspect", inspect_command), ("
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    render.prepare_streams()
+    has_stdout = render.prepare_streams()
     try:
         app()
         code = 0
@@ -62,4 +62,4 @@ def main() -> NoReturn:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException as error:
         code = guard.report(error)
-    sys.exit(guard.close_stdout(code))
+    sys.exit(guard.close_streams(code, has_stdout=has_stdout))

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -76,16 +76,27 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} (unexpected; {DEBUG_VARIABLE}=1 shows where)"
 
 
-def close_stdout(code: int) -> int:
+def close_streams(code: int, *, has_stdout: bool = True) -> int:
     """Flushes what was printed; what cannot be written is a failure, except to a reader that has gone."""
+    problem = None if has_stdout else "stdout is closed"
     try:
         sys.stdout.flush()
-        return code
     except BrokenPipeError:
         code = BROKEN_PIPE
+        _lead_nowhere(sys.stdout)
     except OSError as error:
-        render.failure(f"the result could not be written: {describe(error)}")
+        problem = describe(error)
+        _lead_nowhere(sys.stdout)
+    if problem is not None:
+        render.failure(f"the result could not be written: {problem}")
         code = FAILED if code == GOOD else code
-    # The interpreter flushes once more as it ends, and would fail once more.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _lead_nowhere(sys.stderr)
     return code
+
+
+def _lead_nowhere(stream: TextIO) -> None:
+    # The interpreter flushes once more as it ends, and would fail once more.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

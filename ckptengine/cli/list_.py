@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import re
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptengine.cli import exit_codes, render
 from ckptengine.cli.options import AsJson
-from ckptengine.errors import CorruptCheckpointError, NotCommittedError, UnsupportedFormatError
+from ckptengine.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NotCommittedError,
+    UnsupportedFormatError,
+)
 
 if TYPE_CHECKING:
     from ckptengine.catalog.catalog import StepEntry
     from ckptengine.format.manifest import Manifest
-    from ckptengine.storage.store import Store
+    from ckptengine.storage.store import Entry, Store
 
 _COLUMNS = (
     render.Column("STEP", right=True),
@@ -28,6 +35,7 @@ _COLUMNS = (
     render.Column("STATE"),
 )
 _FINGERPRINT_DIGITS = 12
+_LIKE_A_STEP = re.compile(r"step[-_.]?[0-9]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,14 @@ class _Row:
     state: str
     manifest: Manifest | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ignored:
+    """What a person may take for a step, and nothing reads as one."""
+
+    path: str
+    reason: str
 
 
 def list_command(
@@ -52,18 +68,26 @@ def list_command(
     ATTEMPT is LIFE.SAVE: which run of the job wrote the step, with which of its saves; a retry adds a number.
     FINGERPRINT is the beginning of the manifest's digest, which vouches for every byte of the checkpoint.
     """
-    from ckptengine.catalog.catalog import list_steps
+    from ckptengine.catalog.catalog import list_dir, list_steps
     from ckptengine.storage.posix import PosixStore
 
     store = PosixStore()
     rows = [_row(store, entry) for entry in list_steps(store, root, committed_only=False)]
+    entries = list_dir(store, root)
+    if not rows:
+        _refuse_step(root, entries)
+    ignored = _ignored(root, entries)
     if as_json:
-        render.json({"root": root, "steps": [_to_json(row) for row in rows]})
+        steps = [_to_json(row) for row in rows]
+        render.json({"root": root, "steps": steps, "ignored": [asdict(one) for one in ignored]})
     elif rows:
         incomplete = [number for number, row in enumerate(rows) if row.state == "incomplete"]
         render.table(_COLUMNS, [_to_cells(row) for row in rows], dim=incomplete)
     else:
-        render.message(f"no checkpoints in {render.clean(root)}: nothing was saved here yet")
+        why = "nothing that is in it is a step" if entries else "nothing was saved here yet"
+        render.message(f"no checkpoints in {render.clean(root)}: {why}")
+    for one in ignored:
+        render.message(f"note: {render.clean(one.path)} is ignored: {one.reason}")
     for row in rows:
         if row.error is not None:
             render.failure(f"step {row.entry.step}: {row.error}")
@@ -71,6 +95,35 @@ def list_command(
     if "damaged" in states:
         return exit_codes.DAMAGED
     return exit_codes.UNSUPPORTED_FORMAT if "unsupported" in states else exit_codes.GOOD
+
+
+def _refuse_step(path: str, entries: list[Entry]) -> None:
+    """A step's directory would pass for an empty root."""
+    from ckptengine.format.names import MANIFEST_NAME, parse_step_dirname
+
+    parent, name = os.path.split(os.path.abspath(path))
+    if parse_step_dirname(name) is not None:
+        hint = f"list its root: ckpt list {parent}"
+    elif any(entry.name == MANIFEST_NAME for entry in entries):
+        hint = "a root holds step directories; `ckpt inspect` and `ckpt verify` take this one"
+    else:
+        return
+    raise CheckpointNotFoundError("it is a step's directory, not a root", path=path, hint=hint)
+
+
+def _ignored(root: str, entries: list[Entry]) -> list[_Ignored]:
+    from ckptengine.format.names import parse_step_dirname
+
+    found = []
+    for entry in entries:
+        path = os.path.join(root, entry.name)
+        if parse_step_dirname(entry.name) is None:
+            if _LIKE_A_STEP.fullmatch(entry.name):
+                found.append(_Ignored(path, "the name is not spelled as a step's is (step-0000000001)"))
+        elif not entry.is_dir:
+            kind = "a symbolic link" if os.path.islink(path) else "a file"
+            found.append(_Ignored(path, f"it is {kind}, and only a directory of its own counts as a step"))
+    return found
 
 
 def _row(store: Store, entry: StepEntry) -> _Row:

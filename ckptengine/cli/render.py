@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -23,6 +23,9 @@ BAR_FROM_NBYTES = 16 << 20
 """Less than this is read before a bar could be looked at."""
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,18 @@ def line(text: str = "", style: str | None = None) -> None:
 
 def message(text: str) -> None:
     """One line to the person at the terminal."""
-    sys.stderr.write(text + "\n")
+    _to_stderr(text)
 
 
 def failure(text: str) -> None:
     """One line that says why the command failed."""
-    sys.stderr.write(_styled("ckpt: ", "red", sys.stderr) + clean(text) + "\n")
+    _to_stderr(_styled("ckpt: ", "red", sys.stderr) + clean(text))
+
+
+def _to_stderr(text: str) -> None:
+    # Where nobody can be told, the exit code has to do.
+    with suppress(OSError):
+        sys.stderr.write(text + "\n")
 
 
 def json(value: Any) -> None:
@@ -78,10 +87,12 @@ def facts(pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def bar(share: float, width: int = 20) -> str:
-    """A share of one as a bar, in eighths of a character."""
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+    """A share of one as a bar: in eighths of a character, where stdout's encoding has those."""
+    share = min(max(share, 0.0), 1.0)
+    if not _can_encode(_EIGHTHS, sys.stdout):
+        return "#" * round(share * width)
+    full, rest = divmod(round(share * width * 8), 8)
+    return _EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")
 
 
 def human_nbytes(nbytes: float) -> str:
@@ -177,12 +188,30 @@ def _ignore(done: int, total: int) -> None:
     pass
 
 
-def prepare_streams() -> None:
-    """A character that the terminal's encoding lacks is escaped, not an error."""
+def prepare_streams() -> bool:
+    """Makes both streams safe to write to. Was there a stdout to begin with?
+
+    A character that the terminal's encoding lacks is escaped, not an error. A stream that was closed, which
+    Python shows as None, becomes one that leads nowhere.
+    """
+    has_stdout = sys.stdout is not None
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
+    return has_stdout
+
+
+def _can_encode(text: str, stream: TextIO) -> bool:
+    try:
+        text.encode(stream.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -67,16 +67,18 @@ def verify_command(
     return exit_codes.GOOD if sound else exit_codes.DAMAGED
 
 
-def _committed_steps(store: Store, root: str) -> list[str]:
-    from ckptengine.catalog.catalog import list_steps
-    from ckptengine.errors import NotCommittedError
+def _committed_steps(store: Store, path: str) -> list[str]:
+    from ckptengine.catalog.catalog import list_steps, resolve
 
-    steps = list_steps(store, root)
-    if not steps:
-        raise NotCommittedError(
-            "there is no committed step here", path=root, hint="--all wants a checkpoint root"
-        )
-    return [step.path for step in steps]
+    if os.path.isfile(path):
+        return [path]
+    # Raises where nothing is committed, with the message for what is there instead.
+    root, _ = resolve(store, path)
+    if root is not None:
+        return [step.path for step in list_steps(store, root)]
+    parent = os.path.dirname(os.path.abspath(path))
+    render.message(f"note: {render.clean(path)} is one step; for all, give its root: {render.clean(parent)}")
+    return [path]
 
 
 def _verify(store: Store, path: str, level: Level) -> VerifyReport:
@@ -143,10 +145,11 @@ def _advice(store: Store, reports: list[VerifyReport]) -> str:
     from ckptengine.errors import CheckpointError
 
     again = "copy them again if another copy exists"
-    bad = {os.path.abspath(report.path) for report in reports if not report.ok}
-    newest_bad = max(
-        (report.step for report in reports if not report.ok and report.step is not None), default=None
-    )
+    broken = [report for report in reports if not report.restorable]
+    if not broken:
+        return _advice_for_index(reports)
+    bad = {os.path.abspath(report.path) for report in broken}
+    newest_bad = max((report.step for report in broken if report.step is not None), default=None)
     root = os.path.dirname(os.path.abspath(reports[0].path))
     try:
         steps = list_steps(store, root)
@@ -159,10 +162,25 @@ def _advice(store: Store, reports: list[VerifyReport]) -> str:
     ]
     if not older:
         return f"There is no older step to restore: {again}."
-    checked = {report.step for report in reports if report.ok}
     which = older[-1]
-    known = "which is sound" if which in checked else "after `ckpt verify` has checked it"
+    checked = {report.step: report for report in reports if report.restorable}
+    known = "after `ckpt verify` has checked it"
+    if which in checked:
+        known = "which is sound" if checked[which].ok else "of which only INDEX is damaged"
     return f"Next: restore step {which}, {known}, or {again}."
+
+
+def _advice_for_index(reports: list[VerifyReport]) -> str:
+    steps = [report for report in reports if not report.ok]
+    one = len(steps) == 1
+    which = "The step restores" if one else "These steps restore"
+    if steps[0].level != "data":
+        which = f"As far as level {steps[0].level} tells, {which[0].lower()}{which[1:]}"
+    again = "the step" if one else "a step"
+    return (
+        f"{which} whole: INDEX only repeats the shards' headers, and is rebuilt from them when it is needed. "
+        f"Committing {again} again replaces it."
+    )
 
 
 def _to_json(report: VerifyReport) -> dict[str, Any]:

@@ -8,6 +8,7 @@ that was not checked. What a failed read has delivered before the damaged block 
 from __future__ import annotations
 
 import ctypes
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -78,7 +79,10 @@ def read_shard(
 def find_damage(
     store: Store, path: str, header: ShardHeader, *, threads: int = 4, progress: Progress | None = None
 ) -> list[Damage]:
-    """Every damaged block of a shard, in order; a block that cannot be read counts as damaged."""
+    """Every damaged block of a shard, in order; a block that cannot be read counts as damaged.
+
+    Raises StorageError where this process, not the file, is why it cannot be read.
+    """
     found: list[Damage] = []
     with ShardReader(store, path, header) as shard:
 
@@ -88,6 +92,8 @@ def find_damage(
             except BlockDamagedError as error:
                 found.append(error.damage)
             except StorageError as error:
+                if error.is_local:
+                    raise
                 found.append(shard.damage(block, f"it cannot be read: {error.message}"))
             if progress is not None:
                 with lock:
@@ -155,6 +161,13 @@ class ShardReader:
         try:
             return Buffers(*sizes)
         except (MemoryError, OverflowError, OSError):
+            if sum(sizes) <= MAX_POOL_NBYTES:
+                raise StorageError(
+                    f"there is no memory for {sum(sizes)} bytes of buffers",
+                    errno=errno.ENOMEM,
+                    path=self.path,
+                    rank=self.header.rank,
+                ) from None
             # A compressed shard's header may claim any block size, and a small file may seem to keep the
             # promise.
             raise CorruptCheckpointError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import flip, write_checkpoint
 
@@ -95,3 +97,57 @@ def test_a_file_is_not_a_root(ckpt: Run, tmp_path: Path) -> None:
 def test_a_retry_shows_in_the_attempt(ckpt: Run, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 5, save=7, retry=2)
     assert " 1.7.2 " in ckpt("list", tmp_path).out
+
+
+def test_what_looks_like_a_step_and_is_none_is_named(ckpt: Run, root: Path) -> None:
+    (root / "step-0000000400").symlink_to(root / "step-0000000100")
+    (root / "step-0000000500").write_text("")
+    (root / "step-600").mkdir()
+    (root / "notes").mkdir()
+    (root / "best").symlink_to(root / "step-0000000020")
+    found = ckpt("list", root)
+    assert found.code == 0
+    assert [row.split()[0] for row in found.out.splitlines()[1:]] == ["20", "100", "300"]
+    link, file, spelling = found.err.splitlines()
+    assert link.startswith(f"note: {root / 'step-0000000400'} is ignored: it is a symbolic link")
+    assert file.startswith(f"note: {root / 'step-0000000500'} is ignored: it is a file")
+    assert spelling.startswith(f"note: {root / 'step-600'} is ignored: the name")
+    ignored = ckpt("list", "--json", root).json["ignored"]
+    assert [one["path"] for one in ignored] == [
+        str(root / name) for name in ("step-0000000400", "step-0000000500", "step-600")
+    ]
+    assert link.endswith(ignored[0]["reason"])
+
+
+def test_nothing_ignored_is_an_empty_list(ckpt: Run, root: Path) -> None:
+    found = ckpt("list", "--json", root)
+    assert (found.json["ignored"], found.err) == ([], "")
+
+
+@pytest.mark.parametrize("step", ["step-0000000100", "step-0000000300"])
+def test_a_step_is_not_a_root(ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    found = ckpt("list", root / step)
+    assert (found.code, found.out) == (5, "")
+    assert "it is a step's directory, not a root" in found.err
+    assert found.err.endswith(f"; list its root: ckpt list {root}\n")
+    monkeypatch.chdir(root / step)
+    assert ckpt("list", ".").err.endswith(f"; list its root: ckpt list {root}\n")
+
+
+def test_a_copied_step_is_not_a_root_either(ckpt: Run, root: Path) -> None:
+    (root / "step-0000000100").rename(root / "best")
+    found = ckpt("list", root / "best")
+    assert found.code == 5
+    assert "`ckpt inspect` and `ckpt verify` take this one" in found.err
+
+
+def test_a_root_may_be_named_like_a_step(ckpt: Run, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "step-0000000001", 7)
+    assert ckpt("list", tmp_path / "step-0000000001").out.splitlines()[1].split()[0] == "7"
+
+
+def test_a_directory_of_other_things_has_no_checkpoints(ckpt: Run, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    found = ckpt("list", tmp_path)
+    assert (found.code, found.out) == (0, "")
+    assert found.err == f"no checkpoints in {tmp_path}: nothing that is in it is a step\n"

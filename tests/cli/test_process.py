@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cli.conftest import SCRIPT, Run
+from tests.cli.conftest import SCRIPT, Outcome, Run
 from tests.helpers.checkpoints import RankContent, Tensor, flip, write_checkpoint
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -238,3 +238,62 @@ def test_errors_in_json_mode_are_documents_too(ckpt_process: Run, tmp_path: Path
         "message": found.err.removeprefix("ckpt: ").rstrip("\n"),
         "exit_code": 5,
     }
+
+
+def with_closed(redirection: str, *args: object, command: tuple[object, ...] = (SCRIPT,)) -> Outcome:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", *map(str, (*command, *args))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+COMMANDS = [
+    ["list"],
+    ["list", "--json"],
+    ["inspect"],
+    ["inspect", "--json"],
+    ["verify"],
+    ["verify", "--json"],
+]
+
+
+@pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
+def test_a_closed_stdout_is_a_failure_in_one_line(root: Path, args: list[str]) -> None:
+    found = with_closed(">&-", *args, root)
+    assert (found.code, found.err) == (1, "ckpt: the result could not be written: stdout is closed\n")
+    found = with_closed(">&- 2>&-", *args, root)
+    assert (found.code, found.out, found.err) == (1, "", "")
+
+
+@pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
+def test_without_stderr_the_result_is_the_same(ckpt_process: Run, root: Path, args: list[str]) -> None:
+    flip(root / "step-0000000020" / "MANIFEST.json", 40)
+    expected = ckpt_process(*args, root)
+    for redirection in ("2>&-", "2>/dev/full"):
+        found = with_closed(redirection, *args, root)
+        assert (found.code, found.err) == (expected.code, "")
+        assert found.out.split(" in ")[0] == expected.out.split(" in ")[0] or "--json" in args
+        found = with_closed(redirection, *args, root / "nowhere")
+        assert (found.code, found.err) == (5, "")
+
+
+def test_a_worse_code_than_1_outlives_a_closed_stdout(root: Path) -> None:
+    assert with_closed(">&-", "list", root / "nowhere").code == 5
+    assert with_closed(">&-", "list", "--no-such-option").code == 2
+
+
+def test_the_bar_is_ascii_where_the_encoding_is(ckpt_process: Run, root: Path) -> None:
+    out = ckpt_process("inspect", root, env={"PYTHONIOENCODING": "ascii"}).out
+    assert "\\u" not in out
+    assert "###" in out
+    out = ckpt_process("inspect", root, env={"PYTHONIOENCODING": "utf-8"}).out
+    assert "\u2588" in out
+
+
+def test_the_module_is_the_tool_too(root: Path) -> None:
+    found = with_closed("", "verify", root, command=(sys.executable, "-m", "ckptengine"))
+    assert (found.code, found.err) == (0, "")
+    assert found.out.startswith("step 100: ok\n")

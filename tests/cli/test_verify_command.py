@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,3 +105,98 @@ def test_an_unknown_level_is_wrong_usage(ckpt: Run, root: Path) -> None:
     found = ckpt("verify", root, "--level", "everything")
     assert (found.code, found.out) == (2, "")
     assert "everything" in found.err
+
+
+# --- what is not damage ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def public_root() -> Iterator[Path]:
+    """A root that any user may read."""
+    with tempfile.TemporaryDirectory() as made:
+        os.chmod(made, 0o755)
+        write_checkpoint(Path(made), 1)
+        for path in Path(made).rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        yield Path(made)
+
+
+AS_ANYONE = """
+import os, sys
+from ckptengine.cli import main
+from ckptengine.verification import verify
+assert verify(sys.argv[1]).ok  # imports everything while that is allowed
+os.chmod(sys.argv.pop(), 0)
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+sys.argv[1:1] = ["verify"]
+main()
+"""
+
+
+@pytest.mark.parametrize("what", ["a*/shard-00001*", "a*", "INDEX"])
+def test_what_may_not_be_read_is_not_damaged(public_root: Path, what: str) -> None:
+    (path,) = (public_root / "step-0000000001").glob(what)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", AS_ANYONE, public_root, path], capture_output=True, text=True, timeout=60
+        )
+    finally:
+        path.chmod(mode)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("ckpt: could not ")
+    assert "Permission denied" in done.stderr
+    assert str(path) in done.stderr
+    assert "check the owner and mode" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [None, b"garbage"])
+def test_a_step_with_a_bad_index_restores_whole(ckpt: Run, root: Path, content: bytes | None) -> None:
+    index = root / "step-0000000100" / "INDEX"
+    index.unlink()
+    if content is not None:
+        index.write_bytes(content)
+    found = ckpt("verify", root)
+    assert found.code == 3
+    assert found.out.splitlines()[-1] == (
+        "1 damaged place in 1 step. The step restores whole: INDEX only repeats the shards' headers, and is "
+        "rebuilt from them when it is needed. Committing the step again replaces it."
+    )
+    last = ckpt("verify", root, "--level", "sizes").out.splitlines()
+    if content is None:
+        assert "As far as level sizes tells, the step restores whole" in last[-1]
+
+
+def test_a_step_with_a_bad_index_is_better_than_a_damaged_one(ckpt: Run, root: Path) -> None:
+    (root / "step-0000000020" / "INDEX").unlink()
+    next((root / "step-0000000100").glob("a*/shard-00000*")).unlink()
+    last = ckpt("verify", root, "--all").out.splitlines()[-1]
+    assert "Next: restore step 20, of which only INDEX is damaged, or copy" in last
+
+
+# --- paths that are something else -------------------------------------------------------------------
+
+
+def test_all_of_one_step_is_that_step(ckpt: Run, root: Path) -> None:
+    step = root / "step-0000000020"
+    found = ckpt("verify", step, "--all")
+    assert (found.code, found.out.splitlines()[0]) == (0, "step 20: ok")
+    assert found.err == f"note: {step} is one step; for all, give its root: {root}\n"
+    assert ckpt("verify", step / "MANIFEST.json", "--all").code == 0
+    assert ckpt("verify", root / "step-0000000300", "--all").code == 4
+
+
+@pytest.mark.parametrize("more", [[], ["--all"]])
+def test_a_single_shard_is_not_a_checkpoint(ckpt: Run, root: Path, tmp_path: Path, more: list[str]) -> None:
+    step = root / "step-0000000100"
+    shard = next(step.glob("a*/shard-00001*"))
+    found = ckpt("verify", shard, *more)
+    assert (found.code, found.out) == (5, "")
+    assert "it is a single shard, not a checkpoint" in found.err
+    assert found.err.endswith(f"; give its step: {step}\n")
+    alone = shard.rename(tmp_path / shard.name)
+    assert "give the directory of the step it is of" in ckpt("verify", alone, *more).err
