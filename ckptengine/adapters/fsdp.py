@@ -124,7 +124,16 @@ class KeyedOptimizer(objects.StatefulAdapter):
         stray = [key for key in keys if isinstance(key, str) and key not in known]
         if stray and not problems:
             problems.append(f"in the checkpoint there is state of parameters it does not hold: {stray[:5]}")
-        return problems
+        if problems:
+            return problems
+        return objects.other_optimizer(
+            self._optimizer,
+            loaded,
+            [
+                (name, name, param if part is None else None)
+                for name, (param, part) in self._by_name().items()
+            ],
+        )
 
     def fresh(self, path: tuple[Any, ...], leaf: Leaf) -> Any:
         if len(path) < 3 or path[0] != "state":

@@ -8,6 +8,9 @@ anything else, which takes whatever was stored.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
+from functools import cache
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -182,10 +185,24 @@ class OptimizerAdapter(AnyAdapter):
     def problems(self, loaded: Any) -> list[str]:
         try:
             stored = [len(group["params"]) for group in loaded["param_groups"]]
+            is_state = isinstance(loaded["state"], dict)
         except (TypeError, KeyError):
+            is_state = False
+        if not is_state:
             return ["what was stored is no optimizer's state"]
         own = [len(group["params"]) for group in self._value.param_groups]
-        return [] if own == stored else [f"parameters per group: {own}, in the checkpoint {stored}"]
+        if own != stored:
+            return [f"parameters per group: {own}, in the checkpoint {stored}"]
+        keys = [key for group in loaded["param_groups"] for key in group["params"]]
+        return other_optimizer(
+            self._value,
+            loaded,
+            [
+                # What FSDP1 has flattened is not always as large as its state.
+                (index, key, None if getattr(param, "_fsdp_flattened", False) else param)
+                for key, (index, param) in zip(keys, self._params.items(), strict=True)
+            ],
+        )
 
     def fresh(self, path: tuple[Any, ...], leaf: Leaf) -> Any:
         param = self._params.get(path[1]) if len(path) > 2 and path[0] == "state" else None
@@ -193,6 +210,125 @@ class OptimizerAdapter(AnyAdapter):
 
     def load(self, loaded: Any) -> None:
         load_exactly(self._value, loaded)
+
+
+_FILLED_IN = {"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
+"""Options that torch's optimizers give a default when a state of an older torch is loaded."""
+
+_STATES = {
+    "ASGD": {"ax"},
+    "Adadelta": {"square_avg", "acc_delta"},
+    "Adagrad": {"sum"},
+    "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
+    "Adamax": {"exp_avg", "exp_inf"},
+    "NAdam": {"exp_avg", "exp_avg_sq"},
+    "RAdam": {"exp_avg", "exp_avg_sq"},
+    "RMSprop": {"square_avg"},
+    "Rprop": {"prev", "step_size"},
+    "SGD": set[str](),
+}
+"""By torch's optimizers: what each needs to continue once a parameter has a state, in the parameter's shape.
+"""
+
+_OPTIONAL_STATES = {"grad_avg", "max_exp_avg_sq", "momentum_buffer"}
+"""What they also have in the parameter's shape, depending on the options."""
+
+
+def other_optimizer(
+    optimizer: torch.optim.Optimizer, loaded: Any, params: Iterable[tuple[Any, Any, torch.Tensor | None]]
+) -> list[str]:
+    """Why a state whose groups are as large was not an optimizer's like this one.
+
+    params: of each, how to call it, its key in `loaded["state"]` and itself; None if its state may be of
+    another shape than it. Nothing is said of what the optimizer itself may adapt as it loads.
+    """
+    if (
+        type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+        or optimizer._optimizer_load_state_dict_pre_hooks
+    ):
+        return []
+    pairs = list(zip(optimizer.param_groups, loaded["param_groups"], strict=False))
+    problems = [
+        f"options of parameter group {index}: {differences}"
+        for index, (own, stored) in enumerate(pairs)
+        if (differences := _other_keys(*_other_options(optimizer, own, stored)))
+    ]
+    if problems:
+        return problems
+    same_options = all(_set_alike(own, stored) for own, stored in pairs)
+    return [
+        f"state of parameter {name!r}: {difference}"
+        for name, key, param in params
+        if param is not None and isinstance(stored := loaded["state"].get(key), dict) and stored
+        for difference in _other_state(optimizer, param, stored, same_options)
+    ]
+
+
+def _other_options(optimizer: torch.optim.Optimizer, own: Any, stored: Any) -> tuple[set[str], set[str]]:
+    """The options that only the optimizer has, and that only what was stored has. Schedulers and users add
+    their own to a group.
+    """
+    missing = (own.keys() & optimizer.defaults.keys()) - stored.keys() - _FILLED_IN
+    if not _is_torchs(type(optimizer).__setstate__):
+        missing = set()  # Another's optimizer may fill in options that it once did not have.
+    unexpected = (stored.keys() - own.keys() - _FILLED_IN) & _options_of_torch()
+    return missing, unexpected
+
+
+def _is_torchs(what: Any) -> bool:
+    return str(what.__module__).startswith("torch.optim.")
+
+
+@cache
+def _options_of_torch() -> frozenset[str]:
+    return frozenset(
+        option
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        for option in signature(kind).parameters
+    )
+
+
+def _other_keys(missing: set[Any], unexpected: set[Any]) -> str:
+    sides = (("only here", missing), ("only in the checkpoint", unexpected))
+    return ", ".join(f"{side} {sorted(keys, key=str)}" for side, keys in sides if keys)
+
+
+def _set_alike(own: Any, stored: Any) -> bool:
+    """Are the same options switched on?"""
+    return all(
+        bool(own[key]) == bool(stored[key])
+        for key in (own.keys() & stored.keys()) - _FILLED_IN
+        if isinstance(own[key], bool | int | float) and isinstance(stored[key], bool | int | float)
+    )
+
+
+def _other_state(
+    optimizer: torch.optim.Optimizer, param: torch.Tensor, stored: Any, same_options: bool
+) -> list[str]:
+    kind = type(optimizer)
+    needed = _STATES.get(kind.__name__) if _is_torchs(kind) else None
+    current = optimizer.state.get(param)
+    own = current if isinstance(current, dict) else {}
+    missing, unexpected = own.keys() - stored.keys(), stored.keys() - own.keys()
+    if needed is not None and needed - stored.keys():
+        return [_other_keys(needed - stored.keys(), unexpected - needed - {"step"})]
+    # What depends on the options comes with them. What only one side has, the other may not have needed yet.
+    if missing and unexpected and same_options:
+        return [_other_keys(missing, unexpected)]
+    shaped = {
+        name
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and name != "step"
+    }
+    if needed is not None:
+        shaped |= needed | _OPTIONAL_STATES
+    return [
+        f"{name}: shape {list(value.shape)} in the checkpoint, the parameter's is {list(param.shape)}"
+        for name, value in stored.items()
+        if name in shaped and isinstance(value, torch.Tensor) and value.shape != param.shape
+    ]
 
 
 def state_like(param: torch.Tensor, leaf: Leaf) -> Any:
