@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from safetensors import safe_open
 import ckptengine as ck
 from ckptengine.adapters.state import flatten
 from ckptengine.format.dtypes import safetensors_code
-from ckptengine.testing.strategies import DTYPES, blank, shown, states
+from ckptengine.testing.strategies import DTYPES, Stateful, blank, shown, states
 from tests.adapters.fake import bits
 from tests.helpers.checkpoints import read_manifest
-from tests.helpers.equality import check_equal, check_layout, check_numpy_order, leaves
+from tests.helpers.equality import check_equal, check_layout, check_numpy_order, leaves, pieces
 from tests.helpers.writers import LentWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 # A save takes its time to be durable, and what a state may be is a lot to draw.
 usual = settings(
     deadline=None,
-    max_examples=40,
+    max_examples=30,
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.data_too_large,
@@ -71,9 +71,10 @@ def save(ckpt: ck.Checkpointer, state: Any) -> Path:
 def check_all(ckpt: ck.Checkpointer, state: dict[Any, Any]) -> None:
     path = save(ckpt, state)
     with ck.open_checkpoint(path) as c:
-        for loaded in (c.load(), c.load(rank=0)):
+        for rank in (None, 0):
+            loaded = c.load(rank)
             check_equal(loaded, state)
-            check_layout(loaded, state)
+            check_layout(loaded, state, chunks=rank is not None)
             check_numpy_order(loaded, state)
     target = blank(state)
     before = [(id(tensor), tensor.data_ptr(), tensor.stride()) for tensor in leaves(target)]
@@ -97,11 +98,36 @@ _w = torch.arange(48, dtype=torch.float32).view(6, 8)
 )
 @example(Example({"__pad__.0": torch.ones(1), "__metadata__": torch.ones(2), "$": torch.ones(3)}))
 @example(
+    Example(
+        {"rows": _w[1:4], "overlapping": _w[2:5], "t()": _w[3:].t(), "again": _w[1:4], "sparse": _w[::4, 0]}
+    )
+)
+@example(
     Example({"e": torch.ones(2, 1).expand(2, 3), "w": _w.view(-1).unfold(0, 4, 2), "x": _w.view(-1)[4:20]})
 )
 @given(states().map(Example))
 def test_any_state_comes_back(ckpt: ck.Checkpointer, made: Example) -> None:
     check_all(ckpt, made.state)
+
+
+@settings(usual, max_examples=8)
+@example(Example({"part": ck.LocalChunk(_w[2:4], (6, 8), (2, 0)), "tied": _w[2:4], "row": _w[3]}))
+@given(states(parts=True).map(Example))
+def test_a_ranks_parts_come_back(ckpt: ck.Checkpointer, made: Example) -> None:
+    """Chunks that no other rank completes: they come back to their rank, and the rest is missed elsewhere."""
+    path = save(ckpt, made.state)
+    with ck.open_checkpoint(path) as c:
+        loaded = c.load(rank=0)
+        check_equal(loaded, made.state)
+        check_layout(loaded, made.state)
+        whole = all(piece.chunk.is_whole for piece in pieces(made.state) if isinstance(piece, ck.LocalChunk))
+        if not whole:
+            with pytest.raises(ck.CorruptCheckpointError, match="not whole: no rank holds"):
+                c.load()
+    assert ck.verify(path).ok == whole
+    target = blank(made.state)
+    ckpt.restore(target)
+    check_equal(target, made.state)
 
 
 @pytest.mark.slow
@@ -112,7 +138,7 @@ def test_any_large_state_comes_back(ckpt: ck.Checkpointer, made: Example) -> Non
     check_all(ckpt, made.state)
 
 
-@settings(usual, max_examples=20)
+@settings(usual, max_examples=12)
 @given(states().map(Example), st.data())
 def test_a_state_is_restored_into_tensors_of_any_layout(
     ckpt: ck.Checkpointer, made: Example, data: st.DataObject
@@ -124,6 +150,10 @@ def test_a_state_is_restored_into_tensors_of_any_layout(
             order = data.draw(st.permutations(range(value.dim())))
             base = torch.empty([value.shape[i] for i in order], dtype=value.dtype)
             return base.permute([order.index(i) for i in range(value.dim())])
+        if isinstance(value, ck.LocalChunk):
+            return replace(value, tensor=other(value.tensor))
+        if isinstance(value, Stateful):
+            return Stateful(other(value.state))
         if isinstance(value, dict):
             return type(value)((key, other(inner)) for key, inner in value.items())
         return type(value)(map(other, value)) if type(value) in (list, tuple) else value
@@ -134,7 +164,7 @@ def test_a_state_is_restored_into_tensors_of_any_layout(
     check_equal(target, made.state)
 
 
-@settings(usual, max_examples=20)
+@settings(usual, max_examples=12)
 @given(states().map(Example))
 def test_safetensors_reads_every_tensor_of_a_raw_shard(ckpt: ck.Checkpointer, made: Example) -> None:
     items = flatten(made.state).items

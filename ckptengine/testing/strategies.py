@@ -21,12 +21,14 @@ import socket
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from ckptengine.adapters.tensors import LocalChunk
 from ckptengine.format.dtypes import is_known
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -195,8 +197,12 @@ def tensors(draw: st.DrawFn, memory: st.SearchStrategy[torch.Tensor] | None = No
     layout = draw(st.sampled_from(sorted(_LAYOUTS)))
     start = draw(st.integers(0, 7))
     made = _LAYOUTS[layout](draw, flat[start:])
-    if dtype in (torch.complex64, torch.complex128) and draw(st.integers(0, 3)) == 0:
+    # Not of elements that lie on one another: torch refuses to write into such a view.
+    is_target = layout not in ("expanded", "windows")
+    if dtype in (torch.complex64, torch.complex128) and is_target and draw(st.booleans()):
         made = made.conj()
+        if draw(st.booleans()):
+            made = made.imag  # a negated view
     elif (dtype.is_floating_point and dtype.itemsize > 1) and draw(st.integers(0, 3)) == 0:
         made = torch.nn.Parameter(made)
     return made
@@ -262,24 +268,87 @@ _LAYOUTS: dict[str, Callable[[st.DrawFn, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@st.composite
+def families(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Views of one matrix, which may be among them: the ways in which the tensors of a state are tied."""
+    dtype = draw(_evenly(st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from(DTYPES)))
+    memory = _memory(draw(st.integers(0, 1 << 30)))
+    if dtype is torch.bool:
+        memory &= 1
+    rows, columns, start = draw(st.integers(2, 6)), draw(st.integers(2, 6)), draw(st.integers(0, 7))
+    base = memory.view(dtype)[start : start + rows * columns].view(rows, columns)
+    kinds = draw(st.lists(st.sampled_from(sorted(_VIEWS)), min_size=2, max_size=5))
+    views = [_VIEWS[kind](draw, base) for kind in kinds]
+    if draw(st.integers(0, 2)):
+        views.insert(draw(st.integers(0, len(views))), base)
+    return views
+
+
+def _span(draw: st.DrawFn, size: int) -> slice:
+    start = draw(st.integers(0, size - 1))
+    return slice(start, draw(st.integers(start + 1, size)))
+
+
+_VIEWS: dict[str, Callable[[st.DrawFn, torch.Tensor], torch.Tensor]] = {
+    "bytes": lambda draw, base: base.view(torch.uint8),
+    "columns": lambda draw, base: base[:, _span(draw, base.shape[1])],
+    "every other row": lambda draw, base: base[draw(st.integers(0, 1)) :: 2],
+    "flat": lambda draw, base: base.view(-1),
+    "range": lambda draw, base: base.view(-1)[_span(draw, base.numel())],
+    "rows": lambda draw, base: base[_span(draw, base.shape[0])],
+    "same": lambda draw, base: base.detach(),
+    "transposed": lambda draw, base: base.t(),
+    "transposed rows": lambda draw, base: base[_span(draw, base.shape[0])].t(),
+}
+
+
 # --- states --------------------------------------------------------------------------------------
 
 
-@st.composite
-def states(draw: st.DrawFn, *, max_leaves: int = 12) -> dict[Any, Any]:
-    """A state: nested dicts, lists, tuples and OrderedDicts of tensors and values.
+class Stateful:
+    """An object that is stored as its `state_dict()`."""
 
-    Its tensors may be tied, overlap, or be views of the same memory.
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+
+@st.composite
+def _chunks(draw: st.DrawFn, tensor: torch.Tensor, *, parts: bool) -> LocalChunk:
+    shape = tuple(tensor.shape)
+    before, after = (draw(st.tuples(*(st.integers(0, 3 if parts else 0) for _ in shape))) for _ in range(2))
+    if tensor.dim() == 1 and tensor.numel() and draw(st.booleans()):
+        count = before[0] + shape[0] + after[0]
+        factor = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
+        return LocalChunk(tensor, (count,), before, (factor, count // factor))
+    whole = tuple(map(sum, zip(before, shape, after, strict=True)))
+    return LocalChunk(tensor, whole, before)
+
+
+@st.composite
+def states(draw: st.DrawFn, *, max_leaves: int = 12, parts: bool = False) -> dict[Any, Any]:
+    """A state: nested dicts, lists, tuples, OrderedDicts and objects of tensors and values.
+
+    Its tensors may be tied, overlap, or be views of the same memory. parts: its `LocalChunk`s may be parts of
+    larger tensors; by default they are whole.
     """
     memories = [_memory(seed) for seed in draw(st.lists(st.integers(0, 1 << 30), max_size=2))]
     pool = draw(st.lists(tensors(), max_size=4))
     if memories:
         pool += draw(st.lists(tensors(st.sampled_from(memories)), min_size=1, max_size=6))
+    if draw(st.booleans()):
+        pool += draw(families())
     leaves = values
     if pool:
         # By number, for hypothesis shows what it samples from, and torch cannot show tensors of every dtype.
         drawn = st.integers(0, len(pool) - 1).map(lambda number: pool[number])
-        leaves = _evenly(drawn, drawn.map(torch.Tensor.detach), values)
+        chunks = drawn.flatmap(lambda tensor: _chunks(tensor, parts=parts))
+        leaves = _evenly(drawn, drawn.map(torch.Tensor.detach), chunks, values)
     nested = st.recursive(
         leaves,
         lambda inner: (
@@ -294,6 +363,8 @@ def states(draw: st.DrawFn, *, max_leaves: int = 12) -> dict[Any, Any]:
     state = draw(st.dictionaries(keys, nested, max_size=4))
     # A tree that is small, as most are, would hold few of them.
     leftover = pool + draw(st.lists(values, max_size=3))
+    within = st.dictionaries(keys, leaves | st.lists(leaves, max_size=2), max_size=3)
+    leftover += draw(st.lists(within.map(Stateful), max_size=2))
     names = draw(st.lists(keys, min_size=len(leftover), max_size=len(leftover), unique=True))
     state[draw(keys)] = dict(zip(names, leftover, strict=True))
     return state
@@ -309,8 +380,14 @@ def shown(state: Any) -> str:
     if isinstance(state, torch.Tensor):
         return (
             f"<{type(state).__name__} {str(state.dtype).removeprefix('torch.')} {tuple(state.shape)} strides "
-            f"{state.stride()} at {state.data_ptr():#x}{' conj' if state.is_conj() else ''}>"
+            f"{state.stride()} at {state.data_ptr():#x}{' conj' if state.is_conj() else ''}"
+            f"{' negated' if state.is_neg() else ''}>"
         )
+    if isinstance(state, LocalChunk):
+        chunk = f"{state.global_shape}, {state.offsets}, {state.flat_of}"
+        return f"LocalChunk({shown(state.tensor)}, {chunk})"
+    if isinstance(state, Stateful):
+        return f"Stateful({shown(state.state)})"
     if isinstance(state, dict):
         inside = ", ".join(f"{key!r}: {shown(value)}" for key, value in state.items())
         return f"OrderedDict({{{inside}}})" if isinstance(state, OrderedDict) else f"{{{inside}}}"
@@ -327,6 +404,10 @@ class _Blank:
     def copy(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if isinstance(value, LocalChunk):
+            return replace(value, tensor=self._tensor(value.tensor))
+        if isinstance(value, Stateful):
+            return Stateful(self.copy(value.state))
         if isinstance(value, Counter):
             return Counter("garbage")
         if isinstance(value, dict):
@@ -344,6 +425,8 @@ class _Blank:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_conj():
             return self._tensor(tensor.detach().conj()).conj()
+        if tensor.is_neg():
+            return torch._neg_view(self._tensor(torch._neg_view(tensor.detach())))
         memory = tensor.untyped_storage()
         if memory.data_ptr() not in self._memories:
             fresh = torch.full((memory.nbytes(),), 0xAA, dtype=torch.uint8)
