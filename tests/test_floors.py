@@ -43,6 +43,7 @@ FLOORS = {
     "reader_api": 6,
     "verification": 6,
     "cli": 7,
+    "__main__": 8,
     "testing": 7,
 }
 

@@ -198,9 +198,12 @@ def _may_overlap_itself(tensor: torch.Tensor) -> bool:
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a tensor of the same dtype and shape, bit for bit, whatever the target's layout."""
     target = target.detach()
-    if target.is_conj() or target.is_neg():
-        target.copy_(source)
-    elif _may_overlap_itself(target):
+    # A conjugate or negative view: what is in memory is the conjugate or negative of what it shows.
+    if target.is_neg():
+        target, source = torch._neg_view(target), source.neg().resolve_neg()
+    if target.is_conj():
+        target, source = target.conj(), source.conj().resolve_conj()
+    if _may_overlap_itself(target):
         # torch refuses to copy into such a tensor, for some elements would be written twice.
         nelem = extent_nelem(target)
         line = target.as_strided((nelem,), (1,), target.storage_offset())

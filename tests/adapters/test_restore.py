@@ -570,3 +570,20 @@ def test_large_values_inside_objects_come_back() -> None:
     target = Loader({"a": np.zeros(1)})
     Saved([Loader(stored)]).restore([target])
     assert same(target.state, stored)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,)])
+@pytest.mark.parametrize("kind", ["conj", "neg", "both"])
+def test_conjugate_and_negative_views_are_filled_also_where_they_are_expanded(
+    shape: tuple[int, ...], kind: str
+) -> None:
+    def view(base: torch.Tensor) -> torch.Tensor:
+        wide = base.expand(4, *shape)
+        if kind == "neg":
+            return torch._neg_view(wide)
+        return wide.conj() if kind == "conj" else wide.conj().imag
+
+    saved = view(torch.randn(shape, dtype=torch.float32 if kind == "neg" else torch.complex64))
+    target = view(torch.zeros(shape, dtype=saved.dtype if kind == "neg" else torch.complex64))
+    Saved({"v": saved}).restore({"v": target})
+    assert torch.equal(target.resolve_conj().resolve_neg(), saved.resolve_conj().resolve_neg())
