@@ -75,7 +75,7 @@ class Checkpointer:
             member.rank, member.world_size, self._transport, f"{run}/group", self.config.agree_timeout_s
         )
         self._agree_on_setup()
-        self._saver = Saver(self._run, self._store, process_group)
+        self._saver = Saver(self._run, self._store, self._transport, process_group)
         self._closed = False
         self._pid = os.getpid()
         # Otherwise multiprocessing would wait at exit for a writer process that waits for tasks.

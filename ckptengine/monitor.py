@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ckptengine.adapters import c10d, worker
+from ckptengine.adapters import worker
 from ckptengine.adapters.nvrx import WriterProcess
 from ckptengine.catalog.catalog import read_manifest
 from ckptengine.comm.group import COORDINATOR, Failure
@@ -89,10 +89,11 @@ class PendingSave:
 class Monitor:
     """Owns the writer process and the arenas of the saves under way."""
 
-    def __init__(self, run: Run, store: Store, pool: ArenaPool) -> None:
+    def __init__(self, run: Run, store: Store, pool: ArenaPool, transport: Transport) -> None:
         self._run = run
         self._store = store
         self._pool = pool
+        self._transport = transport
         self._pending: deque[PendingSave] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -100,7 +101,6 @@ class Monitor:
         self._writer: WriterProcess | None = None
         # Both threads start it.
         self._starting = threading.Lock()
-        self._transport: Transport | None = None
         self._thread = threading.Thread(target=self._loop, name="ckpt-monitor", daemon=True)
         self._thread.start()
 
@@ -148,8 +148,6 @@ class Monitor:
         self._thread.join()
         if self._writer is not None:
             self._writer.close(abort=self._abort is not None)
-        if self._transport is not None:
-            self._transport.close()
 
     def kill(self, reason: str) -> None:
         """Like `close`, but wait for nothing; for a thread that must not wait any more."""
@@ -305,11 +303,12 @@ class Monitor:
 
     def _tell_outcome(self, attempt: str, outcome: Outcome) -> Outcome:
         try:
-            transport = self._connect()
             if not outcome.committed:
                 # Writers that still wait for the directory must not wait for the deadline.
-                transport.set(ready_key(attempt), msgspec.msgpack.encode(Ready(failure=outcome.failure)))
-            told = transport.set_if_absent(outcome_key(attempt), msgspec.msgpack.encode(outcome))
+                self._transport.set(
+                    ready_key(attempt), msgspec.msgpack.encode(Ready(failure=outcome.failure))
+                )
+            told = self._transport.set_if_absent(outcome_key(attempt), msgspec.msgpack.encode(outcome))
             return msgspec.msgpack.decode(told, type=Outcome)
         except ConnectionError as error:
             logger.warning("the other ranks could not be told of %s: %s", attempt, error)
@@ -319,11 +318,10 @@ class Monitor:
         own = Outcome(committed=False, failure=failure)
         deadline = time.monotonic() + left_s + OUTCOME_GRACE_S
         try:
-            transport = self._connect()
-            report_failure(attempt, self._run.rank, failure, transport)
+            report_failure(attempt, self._run.rank, failure, self._transport)
             while self._abort is None and (left := deadline - time.monotonic()) > 0:
                 try:
-                    data = transport.get(outcome_key(attempt), min(left, ABORT_POLL_S))
+                    data = self._transport.get(outcome_key(attempt), min(left, ABORT_POLL_S))
                     return msgspec.msgpack.decode(data, type=Outcome)
                 except TimeoutError:
                     pass
@@ -347,11 +345,6 @@ class Monitor:
             self._tell_outcome(attempt, outcome)
         elif self._run.world_size > 1:
             self._tell_failure(attempt, failure, 0.0)
-
-    def _connect(self) -> Transport:
-        if self._transport is None:
-            self._transport = c10d.connect(self._run.spec)
-        return self._transport
 
     def _left(self, deadline_unix: float) -> float:
         return max(deadline_unix - time.time(), 0.001)

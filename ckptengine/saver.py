@@ -15,6 +15,7 @@ from ckptengine.adapters.pinning import pin_arena
 from ckptengine.adapters.stage import copy_items
 from ckptengine.adapters.state import StateItem, flatten
 from ckptengine.adapters.values import encode_value
+from ckptengine.comm.transport import Transport
 from ckptengine.errors import SaveFailedError
 from ckptengine.format.layout import PAD_PREFIX, lay_out
 from ckptengine.format.names import AttemptId, shard_filename
@@ -31,12 +32,14 @@ class Saver:
     """Saves of one Checkpointer. `save` is called from the training thread, in the same order on every
     rank."""
 
-    def __init__(self, run: Run, store: Store, process_group: ProcessGroup | None) -> None:
+    def __init__(
+        self, run: Run, store: Store, transport: Transport, process_group: ProcessGroup | None
+    ) -> None:
         self._run = run
         self._process_group = process_group
         config = run.config
         self._pool = ArenaPool(config.max_arenas, config.arena_budget_nbytes)
-        self._monitor = Monitor(run, store, self._pool)
+        self._monitor = Monitor(run, store, self._pool, transport)
         self._saves = 0
         self._handles: list[SaveHandle] = []
         self._serials: list[int] = []

@@ -97,21 +97,18 @@ assert (target["list"], target["dict"], target["loader"].state) == ([1], {{"a": 
     assert (tmp_path / "lives").read_text() == "x"
 
 
-@pytest.mark.parametrize("how", ["falls off the end", "raises"])
-def test_a_script_that_does_not_close_ends_when_its_save_has(root: Path, how: str) -> None:
-    last = {"falls off the end": "pass", "raises": "1 / 0"}[how]
+def test_a_script_that_does_not_close_ends_when_its_save_has(root: Path) -> None:
     with Script(
         f"""
         import torch, ckptengine as ck
         ckpt = ck.Checkpointer({str(root)!r})
         ckpt.async_save(1, {{"w": torch.ones(1000)}})
-        {last}
         """
     ) as script:
-        assert script.ends(PROMPT_S) == (how == "raises")
+        ok(script, PROMPT_S)
         assert script.left() == []
         assert "was not closed" in script.stderr
-        assert script.stderr.count("Traceback") == (how == "raises"), script.stderr
+        assert "Traceback" not in script.stderr
     assert ck.verify(root, level="data").ok
 
 

@@ -21,6 +21,7 @@ from ckptengine.write.messages import TransportSpec
 ProcessGroup: TypeAlias = dist.ProcessGroup
 
 CONNECT_TIMEOUT_S = 30.0
+"""torch looks up the name of each address that connects, on both sides: that alone can take seconds."""
 
 HELLO = "ckptengine/hello"
 NONCE_NBYTES = 16
@@ -31,7 +32,7 @@ ANSWER_GRACE_S = 10.0
 class StoreTransport:
     """Ranks with one `torch.distributed.TCPStore`."""
 
-    def __init__(self, host: str, port: int, prefix: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(self, host: str, port: int, prefix: str) -> None:
         self._prefix = prefix
         try:
             self._store = TCPStore(
@@ -39,7 +40,7 @@ class StoreTransport:
                 port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=datetime.timedelta(seconds=timeout_s),
+                timeout=datetime.timedelta(seconds=CONNECT_TIMEOUT_S),
             )
         except dist.DistError as error:
             raise ConnectionError(f"cannot reach the job's store at {host}:{port}: {error}") from error
@@ -194,10 +195,10 @@ def membership(process_group: ProcessGroup | None) -> Membership:
     return Membership(rank, world_size, store)
 
 
-def connect(spec: TransportSpec, timeout_s: float = CONNECT_TIMEOUT_S) -> Transport:
+def connect(spec: TransportSpec) -> Transport:
     """A connection of the caller's own to the run's transport; `ConnectionError` if there is none."""
     if spec.kind == "tcp":
-        return StoreTransport(spec.host, spec.port, spec.prefix, timeout_s)
+        return StoreTransport(spec.host, spec.port, spec.prefix)
     if spec.kind == "file":
         return FileTransport(spec.directory)
     return MemoryTransport()

@@ -19,8 +19,6 @@ from ckptengine.write.save import forget, report_failure, run_save
 
 logger = logging.getLogger(__name__)
 
-LAST_CONNECT_S = 3.0
-
 
 def warm_up() -> None:
     """The first task of every writer process; with it, its imports are done."""
@@ -106,8 +104,7 @@ def _last_word() -> None:
         retryable=False,
     )
     with contextlib.suppress(ConnectionError):
-        # Of its own: the main thread may be waiting on the other one.
-        transport = c10d.connect(task.transport, timeout_s=LAST_CONNECT_S)
+        transport = _process.transport(task.transport)
         transport.set_if_absent(gone_key(task.attempt), msgspec.msgpack.encode(failure))
         if not ended:
             report_failure(task.attempt, task.rank, failure, transport)
