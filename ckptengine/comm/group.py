@@ -99,6 +99,8 @@ class Group:
     prefix: str
     timeout_s: float
     _calls: int = field(default=0)
+    _past: list[str] = field(default_factory=list)
+    """Calls whose values are still there; the coordinator's."""
 
     @property
     def is_coordinator(self) -> bool:
@@ -136,7 +138,10 @@ class Group:
                 )
                 reports = [_Report(failure=failure)]
             self.transport.set(f"{key}/all", msgspec.msgpack.encode(reports))
-            self._forget(f"{self.prefix}/{self._calls - 1}")
+            if not missing:
+                # A rank that has reported to this call has read all of those before it.
+                self._forget(self._past)
+            self._past.append(key)
         else:
             try:
                 # The coordinator may need the whole deadline itself before it can say who is missing.
@@ -158,6 +163,7 @@ class Group:
     def _scatter(self, key: str, values: list[bytes] | None, failure: Failure | None, what: str) -> bytes:
         if self.is_coordinator:
             if self.world_size > 1:
+                self._past.append(key)
                 for rank in range(self.world_size):
                     report = _Report(failure=failure) if values is None else _Report(value=values[rank])
                     self.transport.set(f"{key}/{rank}", msgspec.msgpack.encode(report))
@@ -173,10 +179,11 @@ class Group:
             ) from None
         return _values([msgspec.msgpack.decode(data, type=_Report)])[0]
 
-    def _forget(self, key: str) -> None:
-        """Drop an earlier call's values: a rank that has reported to this call has read all of that one."""
-        for name in ("all", *map(str, range(self.world_size))):
-            self.transport.delete(f"{key}/{name}")
+    def _forget(self, keys: list[str]) -> None:
+        for key in keys:
+            for name in ("all", *map(str, range(self.world_size))):
+                self.transport.delete(f"{key}/{name}")
+        keys.clear()
 
     def _next_key(self) -> str:
         self._calls += 1

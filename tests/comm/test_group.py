@@ -48,7 +48,11 @@ def test_calls_do_not_mix_and_leave_only_the_last_ones_values() -> None:
 
     def work(group: Group) -> list[list[bytes]]:
         spaces.append(group.transport)
-        return [group.gather_all(b"%d.%d" % (group.rank, i), what="testing") for i in range(20)]
+        gathered = []
+        for i in range(20):
+            group.scatter([b"x"] * group.world_size if group.is_coordinator else None, what="testing")
+            gathered.append(group.gather_all(b"%d.%d" % (group.rank, i), what="testing"))
+        return gathered
 
     for result in on_ranks(3, work):
         assert result == [[b"%d.%d" % (rank, i) for rank in range(3)] for i in range(20)]

@@ -285,6 +285,37 @@ def restore_an_older_step(root: str) -> None:
 # --- groups --------------------------------------------------------------------------------------
 
 
+def keys_after_saves(root: str) -> list[int]:
+    """How many keys the job's store holds after a few saves and restores, and after more of them."""
+    found = []
+    with checkpointer(root) as ckpt:
+        for step in range(1, 13):
+            ckpt.save(step, state_of(step, rank()))
+            ckpt.restore(target_of(rank()))
+            if step % 4 == 0:
+                dist.barrier()
+                found.append(_job_store().num_keys())
+                dist.barrier()
+    return found
+
+
+def _job_store() -> Any:
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def make_the_group_anew(root: str) -> None:
+    """As after a restart in the process: another process group over the same store."""
+    save_steps(root, [1])
+    store, me, size = _job_store(), rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), rank=me, world_size=size)
+    assert restore(root).step == 1
+    save_steps(root, [2])
+
+
 def sub_group_then_all(root: str) -> tuple[int, int] | None:
     """Ranks 0 and 2 save together, then all three: ranks that were in different groups still agree."""
     group = dist.new_group([0, 2])

@@ -229,6 +229,15 @@ def test_a_part_of_the_job_saves_by_itself(trio: Ranks, root: str) -> None:
     assert trio.call(cases.sub_group_then_all, root) == [(0, 2), None, (1, 2)]
 
 
+def test_a_process_group_that_is_made_anew(trio: Ranks, root: str) -> None:
+    trio.call(cases.make_the_group_anew, root)
+
+
+def test_the_jobs_store_does_not_grow_with_saves_and_restores(pair: Ranks, root: str) -> None:
+    for few, more, most in pair.call(cases.keys_after_saves, root):
+        assert few == more == most
+
+
 def test_ranks_that_share_only_a_directory(without_tcp: Ranks, root: str) -> None:
     without_tcp.call(cases.save_steps, root, [1, 2])
     damage(root, 2, 1)

@@ -17,7 +17,7 @@ import ckptengine as ck
 from ckptengine.format.names import step_dirname
 from tests.dist import cases, trap_cases
 from tests.helpers.checkpoints import read_manifest
-from tests.helpers.ranks import Ranks, wait_until
+from tests.helpers.ranks import Init, Ranks, wait_until
 from tests.helpers.scripts import mounted_tmpfs
 
 pytestmark = pytest.mark.dist
@@ -93,16 +93,25 @@ def test_a_writer_killed_in_the_middle_fails_the_save_on_all_ranks(
     goes_on(opened, root, 3, [1])
 
 
+@both_ranks
 @config(retries=1, **trap_cases.SLOW)
-def test_a_retry_writes_the_same_snapshot(opened: Ranks, root: str) -> None:
+def test_a_retry_writes_the_same_snapshot(opened: Ranks, root: str, rank: int) -> None:
     opened.call(trap_cases.begin_slowly, 2)
     in_the_middle(root, 2)
-    os.kill(opened.call(trap_cases.writer_pid)[1], signal.SIGKILL)
+    os.kill(opened.call(trap_cases.writer_pid)[rank], signal.SIGKILL)
     infos = opened.call(trap_cases.finish, 2)
     assert [info.attempt.rpartition(".")[2] for info in infos] == ["1", "1"]
     # `begin` has changed the state since; what is restored is what was captured.
     assert [info.step for info in opened.call(trap_cases.restore, trap_cases.SLOW_VALUES)] == [2, 2]
     assert ck.verify(root, level="data").ok
+
+
+def test_a_writer_killed_after_it_has_published_has_committed(pair: Ranks, root: str) -> None:
+    infos = pair.call(trap_cases.save_with_a_writer_that_dies_when_it_has_published, root)
+    assert infos[0].fingerprint == infos[1].fingerprint
+    for step in (1, 2):
+        assert ck.verify(Path(root, step_dirname(step)), level="data").ok
+    assert infos[0].fingerprint == ck.verify(Path(root, step_dirname(1))).fingerprint
 
 
 @both_ranks
@@ -247,10 +256,10 @@ def test_an_exception_fails_a_save_that_the_others_have_not_begun(pair: Ranks, r
 # --- the trainer ---------------------------------------------------------------------------------
 
 
-@both_ranks
-def test_a_trainer_killed_in_the_middle_of_a_save(pair: Ranks, root: str, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "init"), [(0, "file"), (1, "agent")])
+def test_a_trainer_killed_in_the_middle_of_a_save(pair: Ranks, root: str, rank: int, init: Init) -> None:
     """The others are told, no writer is left behind, the last commit stands, no later one mixes attempts."""
-    with Ranks(2, init="agent") as ranks:
+    with Ranks(2, init=init) as ranks:
         ranks.call(trap_cases.open_kept, root, trap_cases.SLOW)
         ranks.call(trap_cases.save, 1)
         ranks.call(trap_cases.begin_slowly, 2)

@@ -19,14 +19,18 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsync
 
 import ckptengine as ck
 from ckptengine import checkpointer as checkpointer_module
+from ckptengine import monitor
+from ckptengine.adapters import worker
+from ckptengine.adapters.nvrx import WriterProcess
 from tests.adapters.fake import same
 from tests.adapters.sharded_cases import fsdp1, model
 from tests.dist.cases import checkpointer, rank, state_of, target_of
+from tests.helpers import writer_functions
 from tests.helpers.ranks import kept
 
 # Compressing at this level takes about a second per few megabytes: long enough to be in the middle of it.
 SLOW = {"codec": "zstd", "zstd_level": 19, "block_nbytes": 1 << 18, "io_threads": 1}
-SLOW_VALUES = 400_000
+SLOW_VALUES = 250_000
 
 
 def open_kept(root: str, options: dict[str, Any] | None = None) -> None:
@@ -112,6 +116,19 @@ def save_at_own_step(base: int) -> ck.CommitInfo:
 def save_values(step: int, values_by_rank: list[int]) -> ck.CommitInfo:
     """With states of different sizes."""
     return kept["ckpt"].save(step, state_of(step, rank(), values=values_by_rank[rank()]))  # type: ignore[no-any-return]
+
+
+def save_with_a_writer_that_dies_when_it_has_published(root: str) -> ck.CommitInfo:
+    """The coordinator's; the others' are as always."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitor, "WriterProcess", WriterProcess)
+        if rank() == 0:
+            patch.setattr(worker, "run", writer_functions.publish_and_die)
+        with checkpointer(root) as ckpt:
+            info = ckpt.save(1, state_of(1, rank()))
+            patch.undo()
+            assert ckpt.save(2, state_of(2, rank())).step == 2
+    return info
 
 
 def leave_with_an_error(root: str, options: dict[str, Any], values: int) -> None:

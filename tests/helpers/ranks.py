@@ -32,7 +32,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
 GROUP_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 30.0
 
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))),
@@ -154,7 +154,7 @@ class Ranks:
                         )
                 self._accept(listener)
         except BaseException:
-            self.close()
+            self.close(check=False)
             raise
 
     def _accept(self, listener: socket.socket) -> None:
@@ -232,8 +232,9 @@ class Ranks:
     def _log_path(self, rank: int) -> Path:
         return self.directory / f"log-{rank}"
 
-    def close(self) -> None:
-        """End the ranks and whatever they have left."""
+    def close(self, *, check: bool = True) -> None:
+        """End the ranks and whatever they have left; with `check`, a rank that does not end by itself is an
+        error."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.close()
@@ -241,6 +242,8 @@ class Ranks:
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0.1))
+        hung = [rank for rank in self._processes if self.exitcode(rank) is None]
+        text = "\n".join(f"rank {rank} does not end\n{self.stacks(rank)}" for rank in hung)
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -249,12 +252,13 @@ class Ranks:
                     left.kill()
         self._store = None
         shutil.rmtree(self.directory, ignore_errors=True)
+        assert not (check and hung), text
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(check=kind is None)
 
 
 def session(leader: int) -> list[psutil.Process]:
