@@ -114,9 +114,10 @@ class Checkpointer:
         alone and returned in `RestoreInfo`.
 
         Raises `CheckpointNotFoundError` if nothing was ever committed, `StateMismatchError` listing every
-        difference (the target is untouched), `CorruptCheckpointError` if no commit is whole (tensors of the
-        target may have been overwritten), and `CommitTimeoutError` if a rank does not come. An error on one
-        rank is raised on all.
+        difference (the target is untouched, unless tensors of it share memory and were stored with different
+        values, which shows only while they are filled), `CorruptCheckpointError` if no commit is whole
+        (tensors of the target may have been overwritten), and `CommitTimeoutError` if a rank does not come.
+        An error on one rank is raised on all.
         """
         self._check_open()
         self._saver.wait(None)

@@ -386,10 +386,9 @@ def _next_attempt(pending: PendingSave) -> None:
     old = pending.attempt
     new = replace(old, retry=old.retry + 1)
     task = pending.task
-    start, stop = task.header_offset, task.header_offset + task.header_nbytes
-    header = bytes(pending.arena.payload[start:stop])
+    header = bytes(pending.arena.payload[: task.header_nbytes])
     # Same width: Config.retries has one digit.
-    pending.arena.payload[start:stop] = header.replace(str(old).encode(), str(new).encode())
+    pending.arena.payload[: task.header_nbytes] = header.replace(str(old).encode(), str(new).encode())
     pending.attempt = new
     pending.task = msgspec.structs.replace(task, attempt=str(new))
 

@@ -18,7 +18,7 @@ from ckptengine.adapters.values import encode_value
 from ckptengine.comm.transport import Transport
 from ckptengine.errors import SaveFailedError
 from ckptengine.format.layout import PAD_PREFIX, lay_out
-from ckptengine.format.names import AttemptId, shard_filename
+from ckptengine.format.names import AttemptId
 from ckptengine.format.shard import ShardHeader, TensorEntry, encode_header
 from ckptengine.handle import SaveHandle
 from ckptengine.info import SaveTimes
@@ -124,7 +124,6 @@ class Saver:
             dedup_replicas=run.world_size > 1,
             process_group=self._process_group,
         )
-        compressed = config.codec == "zstd"
         placed, data_nbytes = lay_out([(item.name, item.nbytes, item.alignment) for item in flat.items])
         spans = {name: (start, stop) for name, start, stop in placed}
         template = encode_header(
@@ -164,10 +163,8 @@ class Saver:
             attempt=str(pending.attempt),
             rank=run.rank,
             world_size=run.world_size,
-            shard_name=shard_filename(run.rank, compressed=compressed),
             arena=ArenaRef(pid=os.getpid(), fd=arena.fd, capacity=arena.capacity, serial=self._serial(arena)),
             live_arenas=tuple(self._serials),
-            header_offset=0,
             header_nbytes=template.nbytes,
             digests_at=template.digests_at,
             stored_at=template.stored_at,
@@ -180,7 +177,6 @@ class Saver:
             io_threads=config.io_threads,
             transport=run.spec,
             deadline_unix=pending.deadline,
-            may_retry=config.retries > 0,
             metadata=metadata_tree,
             keep_last=config.keep_last,
             keep_every=config.keep_every,

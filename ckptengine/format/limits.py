@@ -5,7 +5,6 @@ from __future__ import annotations
 PAGE = 4096
 """Alignment of the data section and of every block: O_DIRECT's largest common granularity."""
 
-DEFAULT_BLOCK_NBYTES = 16 << 20
 
 MAX_HEADER_NBYTES = 100_000_000
 """Bound on a shard header's JSON; safetensors refuses more."""

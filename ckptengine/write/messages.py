@@ -36,18 +36,16 @@ class TransportSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WriteTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a writer needs to bring one rank's staged bytes to the commit. Offsets are into the arena's
-    payload."""
+    """Everything a writer needs to bring one rank's staged bytes to the commit. The arena's payload holds the
+    header, then the data from `data_offset` on."""
 
     root: str
     step: int
     attempt: str
     rank: int
     world_size: int
-    shard_name: str
     arena: ArenaRef
     live_arenas: tuple[int, ...]
-    header_offset: int
     header_nbytes: int
     digests_at: int
     stored_at: int | None
@@ -60,7 +58,7 @@ class WriteTask(msgspec.Struct, frozen=True, kw_only=True):
     io_threads: int
     transport: TransportSpec
     deadline_unix: float
-    may_retry: bool
+    may_retry: bool = False
     metadata: Any = None
     """The user's metadata as a tree; the coordinator's is the one that is committed."""
     keep_last: int | None = None

@@ -95,8 +95,9 @@ def report_failure(attempt: str, rank: int, failure: Failure, transport: Transpo
         transport.set_if_absent(receipt_key(attempt, rank), msgspec.msgpack.encode(receipt))
 
 
-def shard_path(task: WriteTask) -> str:
-    return f"{task.attempt}/{task.shard_name}"
+def shard_path(task: WriteTask, rank: int) -> str:
+    """Where a rank's shard of this attempt is, relative to the step directory."""
+    return f"{task.attempt}/{shard_filename(rank, compressed=task.codec == 'zstd')}"
 
 
 def step_path(task: WriteTask) -> str:
@@ -108,7 +109,7 @@ def _make_durable(
 ) -> Receipt:
     _prepare_directory(task, store, transport)
     reporter.writing()
-    header = bytes(payload[task.header_offset : task.header_offset + task.header_nbytes])
+    header = bytes(payload[: task.header_nbytes])
     data = payload[task.data_offset : task.data_offset + task.data_nbytes]
     template = HeaderTemplate(
         data=header,
@@ -118,7 +119,7 @@ def _make_durable(
     )
     written = write_shard(
         store,
-        os.path.join(step_path(task), shard_path(task)),
+        os.path.join(step_path(task), shard_path(task, task.rank)),
         template=template,
         data=data,
         block_nbytes=task.block_nbytes,
@@ -186,10 +187,7 @@ def _decide(task: WriteTask, store: Store, transport: Transport, own: Receipt) -
     """The coordinator's decision. Every way out of here is told to the other ranks."""
     try:
         receipts = collect_receipts(transport, task, own)
-        paths = [
-            f"{task.attempt}/{shard_filename(rank, compressed=task.codec == 'zstd')}"
-            for rank in range(task.world_size)
-        ]
+        paths = [shard_path(task, rank) for rank in range(task.world_size)]
         manifest = commit(store, step_path(task), task, receipts, paths)
         outcome = _committed(manifest)
     except Exception as error:

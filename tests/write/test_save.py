@@ -21,7 +21,7 @@ from ckptengine.catalog.catalog import list_steps, read_manifest
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.errors import CheckpointError
 from ckptengine.format.layout import lay_out
-from ckptengine.format.names import AttemptId, RunId, shard_filename
+from ckptengine.format.names import AttemptId, RunId
 from ckptengine.format.shard import ShardHeader, TensorEntry, encode_header
 from ckptengine.read.plan import Destination
 from ckptengine.read.reader import read_shard
@@ -80,10 +80,8 @@ def staged(
         attempt=attempt,
         rank=rank,
         world_size=ranks,
-        shard_name=shard_filename(rank, compressed=codec == "zstd"),
         arena=ArenaRef(pid=0, fd=0, capacity=0, serial=0),
         live_arenas=(),
-        header_offset=0,
         header_nbytes=template.nbytes,
         digests_at=template.digests_at,
         stored_at=template.stored_at,
@@ -96,7 +94,6 @@ def staged(
         io_threads=2,
         transport=TransportSpec(kind="none"),
         deadline_unix=time.time() + timeout_s,
-        may_retry=False,
         metadata={"step": step},
         keep_last=2,
     )
