@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId
 from ckptengine.storage.posix import PosixStore
 from tests.adapters.fake import same
 from tests.helpers.checkpoints import flip, read_manifest, write_checkpoint
+from tests.helpers.privileges import modes_bind_root
 
 SMALL = ck.Config(block_nbytes=4096)
 
@@ -744,38 +744,33 @@ def test_a_copied_checkpoint_is_a_checkpoint(ckpt: ck.Checkpointer, tmp_path: Pa
 
 
 @contextlib.contextmanager
-def without_privileges(path: Path) -> Iterator[None]:
-    """Take away write permission, also from root, who would not notice."""
+def unwritable(path: Path) -> Iterator[None]:
+    """Take away write permission, also from root."""
     for directory, _, files in os.walk(path):
         for name in files:
             os.chmod(os.path.join(directory, name), 0o444)
         os.chmod(directory, 0o555)
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
     try:
-        yield
+        with modes_bind_root():
+            yield
     finally:
-        os.seteuid(user)
         for directory, _, _ in os.walk(path):
             os.chmod(directory, 0o755)
 
 
-def test_a_root_that_cannot_be_written_to_can_be_restored_from() -> None:
-    # Not pytest's directory, whose parents are closed to other users.
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        with ck.Checkpointer(root, config=SMALL) as ckpt:
-            ckpt.save(1, state_at(1))
-        with without_privileges(root), ck.Checkpointer(root, config=SMALL) as ckpt:
-            state, info = restored(ckpt)
-            with ck.open_checkpoint(root) as c:
-                assert same(c.load(), state_at(1))
-            assert ck.verify(root).ok
-            with pytest.raises(OSError, match="ermission"):
-                (root / "probe").touch()
-        assert same(state, state_at(1))
-        assert info.step == 1
+def test_a_root_that_cannot_be_written_to_can_be_restored_from(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with ck.Checkpointer(root, config=SMALL) as ckpt:
+        ckpt.save(1, state_at(1))
+    with unwritable(root), ck.Checkpointer(root, config=SMALL) as ckpt:
+        state, info = restored(ckpt)
+        with ck.open_checkpoint(root) as c:
+            assert same(c.load(), state_at(1))
+        assert ck.verify(root).ok
+        with pytest.raises(OSError, match="ermission"):
+            (root / "probe").touch()
+    assert same(state, state_at(1))
+    assert info.step == 1
 
 
 def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
