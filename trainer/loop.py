@@ -106,7 +106,7 @@ def resume(run: Run, checkpointer: ck.Checkpointer, events: EventLog) -> None:
     for damaged in info.fell_back_from:
         logger.warning("step %d could not be restored and was passed over: %s", damaged.step, damaged.reason)
     logger.info(
-        "resumed from step %d: %.1f MB for this rank in %.3f s", info.step, info.nbytes / 1e6, info.seconds
+        "resumed from step %d: %.1f MiB for this rank in %.3f s", info.step, info.nbytes / 2**20, info.seconds
     )
     events.write(
         "resume",

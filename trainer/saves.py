@@ -54,5 +54,5 @@ class Saves:
         )
         seconds = info.times.committed - info.times.requested
         logger.info(
-            "step %5d  committed: %.1f MB, %.2f s after the request", info.step, info.nbytes / 1e6, seconds
+            "step %5d  committed: %.1f MiB, %.2f s after the request", info.step, info.nbytes / 2**20, seconds
         )

@@ -25,13 +25,13 @@ EVENTS = [
     *(event("step", 1.0, rank, step=1, loss=5.0) for rank in range(2)),
     event("save_requested", 1.1, step=1, stall_s=0.002),
     event("save_requested", 1.1, 1, step=1, stall_s=0.004),
-    event("save_committed", 2.0, step=1, nbytes=3_000_000_000, staged=1.0, committed=2.5),
-    event("save_committed", 2.0, 1, step=1, nbytes=3_000_000_000, staged=1.0, committed=9.0),
+    event("save_committed", 2.0, step=1, nbytes=3 << 30, staged=1.0, committed=2.5),
+    event("save_committed", 2.0, 1, step=1, nbytes=3 << 30, staged=1.0, committed=9.0),
     event("step", 3.0, step=2, loss=4.0),
     event("step", 3.0, 1, step=2, loss=4.5),
     event("kill", 4.0, 1, step=2),
-    event("resume", 9.0, 0, 1, step=1, nbytes=10**9, seconds=0.5, read_seconds=0.25),
-    event("resume", 9.0, 1, 1, step=1, nbytes=10**9, seconds=1.0, read_seconds=0.5),
+    event("resume", 9.0, 0, 1, step=1, nbytes=1 << 30, seconds=0.5, read_seconds=0.25),
+    event("resume", 9.0, 1, 1, step=1, nbytes=1 << 30, seconds=1.0, read_seconds=0.5),
     event("step", 10.0, 0, 1, step=2, loss=4.0),
     event("step", 10.5, 1, 1, step=2, loss=4.25),
 ]
@@ -40,7 +40,7 @@ EVENTS = [
 def test_recovery_counts_lost_steps_and_waits_for_the_slowest_rank() -> None:
     cost = recovery(EVENTS)
     assert (cost.steps_lost, cost.resumed_from, cost.resume_s) == (1, 1, 6.5)
-    assert (cost.restore_s, cost.read_gb_s) == (1.0, 4.0)
+    assert (cost.restore_s, cost.read_gib_s) == (1.0, 4.0)
 
 
 def test_recovery_of_a_job_that_was_not_killed_or_did_not_resume_is_an_error() -> None:
@@ -52,7 +52,7 @@ def test_recovery_of_a_job_that_was_not_killed_or_did_not_resume_is_an_error() -
 
 def test_save_figures_are_the_stall_of_all_ranks_and_the_coordinators_commit() -> None:
     figures = save_figures(EVENTS)
-    assert (figures.saves, figures.nbytes, figures.gb_s) == (1, 3_000_000_000, 2.0)
+    assert (figures.saves, figures.nbytes, figures.gib_s) == (1, 3 << 30, 2.0)
     assert figures.stall_ms == pytest.approx(3.0)
 
 

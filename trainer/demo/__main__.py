@@ -169,10 +169,10 @@ def table_of(results: Sequence[Result]) -> Table:
         ("steps lost to the kill", lambda r: str(r.recovery.steps_lost)),
         ("seconds from the kill to the next step", lambda r: f"{r.recovery.resume_s:.1f}"),
         ("  of which restoring the checkpoint", lambda r: f"{r.recovery.restore_s:.2f}"),
-        ("size of a checkpoint, all ranks", lambda r: f"{r.saves.nbytes / 1e6:.0f} MB"),
+        ("size of a checkpoint, all ranks", lambda r: f"{r.saves.nbytes / 2**20:.0f} MiB"),
         ("training stood still per save (median)", lambda r: f"{r.saves.stall_ms:.1f} ms"),
-        ("save, staged to committed (median)", lambda r: f"{r.saves.gb_s:.2f} GB/s"),
-        ("restore, read and check, all ranks", lambda r: f"{r.recovery.read_gb_s:.2f} GB/s"),
+        ("save, staged to committed (median)", lambda r: f"{r.saves.gib_s:.2f} GiB/s"),
+        ("restore, read and check, all ranks", lambda r: f"{r.recovery.read_gib_s:.2f} GiB/s"),
         ("tensors compared", lambda r: f"{r.n_tensors:,}"),
         ("equal bit for bit", lambda r: "[green]yes[/]" if r.equal else "[red]NO[/]"),
     ]

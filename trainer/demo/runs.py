@@ -121,7 +121,7 @@ class Recovery:
     resumed_from: int
     resume_s: float
     restore_s: float
-    read_gb_s: float
+    read_gib_s: float
 
     @property
     def steps_lost(self) -> int:
@@ -148,20 +148,20 @@ def recovery(events: list[dict[str, Any]]) -> Recovery:
         resumed_from=resumes[0]["step"],
         resume_s=max(first_steps) - kills[0]["time"],
         restore_s=max(event["seconds"] for event in resumes),
-        read_gb_s=sum(event["nbytes"] for event in resumes)
+        read_gib_s=sum(event["nbytes"] for event in resumes)
         / max(event["read_seconds"] for event in resumes)
-        / 1e9,
+        / 2**30,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFigures:
-    """Medians over saves: `stall_ms` of the training thread (also over ranks), `gb_s` staged to committed."""
+    """Medians over saves: `stall_ms` of the training thread (all ranks), `gib_s` staged to committed."""
 
     saves: int
     nbytes: int
     stall_ms: float
-    gb_s: float
+    gib_s: float
 
 
 def save_figures(events: list[dict[str, Any]]) -> SaveFigures:
@@ -173,8 +173,8 @@ def save_figures(events: list[dict[str, Any]]) -> SaveFigures:
         saves=len(commits),
         nbytes=commits[-1]["nbytes"],
         stall_ms=statistics.median(stalls) * 1e3,
-        gb_s=statistics.median(event["nbytes"] / (event["committed"] - event["staged"]) for event in commits)
-        / 1e9,
+        gib_s=statistics.median(event["nbytes"] / (event["committed"] - event["staged"]) for event in commits)
+        / 2**30,
     )
 
 
