@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ckptengine.adapters.restore import Match, RestoreTarget
-from ckptengine.catalog.catalog import StepEntry, list_steps, read_manifest
+from ckptengine.catalog.catalog import StepEntry, ignored_entries, list_steps, read_manifest
 from ckptengine.comm.group import COORDINATOR, Failure, Group
 from ckptengine.config import Config
 from ckptengine.errors import (
@@ -270,10 +270,16 @@ class _Candidates:
             return [StepEntry(self._step, f"{self._root}/{step_dirname(self._step)}", True)]
         entries = list_steps(self._store, self._root, committed_only=False)
         committed = [entry for entry in entries if entry.committed]
+        ignored = ignored_entries(self._store, self._root)
+        for one in ignored:
+            logger.warning("%s is ignored: %s", one.path, one.reason)
         if not committed:
             # Also where saves were begun: a first save that was cut short left nothing that could be lost.
             begun = f": {len(entries)} saves were begun, none was committed" if entries else ""
-            raise CheckpointNotFoundError(f"there is no checkpoint here{begun}", path=self._root)
+            taken_for_steps = "; ".join(f"{one.path} is ignored: {one.reason}" for one in ignored[:3])
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint here{begun}", path=self._root, hint=taken_for_steps or None
+            )
         return committed[::-1]
 
     def _check_world(self, manifest: Manifest, path: str) -> None:

@@ -258,7 +258,7 @@ def test_a_value_that_cannot_be_stored_is_refused_in_the_call(ckpt: ck.Checkpoin
     with pytest.raises(ck.UnsupportedStateError, match=r'state\["a"\]\[1\]') as caught:
         ckpt.async_save(1, {"a": [1, object()]})
     assert caught.value.fqn == 'state["a"][1]'
-    with pytest.raises(ck.UnsupportedStateError, match="metadata"):
+    with pytest.raises(ck.UnsupportedStateError, match=r"metadata.*put the tensor into the state"):
         ckpt.async_save(2, state_at(2), metadata={"t": torch.ones(1)})
     ckpt.wait()
     assert os.listdir(ckpt.root) == []
@@ -773,9 +773,23 @@ def test_a_root_that_cannot_be_written_to_can_be_restored_from(tmp_path: Path) -
     assert info.step == 1
 
 
+def test_a_step_that_is_a_link_is_passed_over_and_named(
+    ckpt: ck.Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        newest = Path(ckpt.save(step, state_at(step)).path)
+    newest.rename(tmp_path / "moved")
+    newest.symlink_to(tmp_path / "moved")
+    assert restored(ckpt)[1].step == 1
+    assert f"{newest} is ignored: it is a symbolic link" in caplog.text
+    shutil.rmtree(ckpt.root / Path("step-0000000001"))
+    with pytest.raises(ck.CheckpointNotFoundError, match="step-0000000002 is ignored: it is a symbolic link"):
+        restored(ckpt)
+
+
 def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ck.StorageError, match="file"):
+    with pytest.raises(ck.StorageError, match=r"a file of that name exists.*move the file away"):
         ck.Checkpointer(tmp_path / "file")
 
 

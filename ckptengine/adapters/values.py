@@ -443,9 +443,25 @@ _DECODERS: dict[str, Callable[[Node], Any]] = {
 }
 
 
+class _PlainEncoder(Encoder):
+    """For values beside the state, where a tensor has no place."""
+
+    def other(self, value: Any, depth: int) -> Node:
+        if isinstance(value, torch.Tensor):
+            self.refuse(
+                f"cannot store {_type_name(value)} here",
+                hint="pass value.item() or value.tolist(), or put the tensor into the state",
+            )
+        if not self.allow_pickle:
+            self.refuse(
+                f"cannot store {_type_name(value)}", hint="convert it to plain values, or leave it out"
+            )
+        return super().other(value, depth)
+
+
 def encode_value(value: Any, *, path: str = "value", allow_pickle: bool = False) -> Node:
     """The tree of a value without tensors. Raises `UnsupportedStateError`, naming the key path."""
-    return Encoder(root=path, allow_pickle=allow_pickle).encode(value)
+    return _PlainEncoder(root=path, allow_pickle=allow_pickle).encode(value)
 
 
 def decode_value(node: Node, *, path: str = "value", allow_pickle: bool = False) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import posixpath
+import re
 from dataclasses import dataclass
 
 from ckptengine.errors import (
@@ -26,6 +27,8 @@ from ckptengine.format.manifest import Manifest, decode_manifest
 from ckptengine.format.names import MANIFEST_NAME, AttemptId, parse_step_dirname
 from ckptengine.storage.store import Entry, Store
 
+_LIKE_A_STEP = re.compile(r"step[-_.]?[0-9]+", re.IGNORECASE)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepEntry:
@@ -36,10 +39,34 @@ class StepEntry:
     committed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class IgnoredEntry:
+    """What a person may take for a step, and nothing reads as one."""
+
+    path: str
+    reason: str
+
+
 def list_steps(store: Store, root: str, *, committed_only: bool = True) -> list[StepEntry]:
     """The steps below `root`, ascending. `CheckpointNotFoundError` if there is no such directory."""
     found = (StepEntry(step, path, _is_committed(store, path)) for step, path in _step_dirs(store, root))
     return [entry for entry in found if entry.committed or not committed_only]
+
+
+def ignored_entries(store: Store, root: str) -> list[IgnoredEntry]:
+    """What below `root` looks like a step and is none, for messages: a restore passes it over."""
+    found = []
+    for entry in list_dir(store, root):
+        path = posixpath.join(root, entry.name)
+        if parse_step_dirname(entry.name) is None:
+            if _LIKE_A_STEP.fullmatch(entry.name):
+                found.append(IgnoredEntry(path, "the name is not spelled as a step's is (step-0000000001)"))
+        elif not entry.is_dir:
+            kind = "a symbolic link" if os.path.islink(path) else "a file"
+            found.append(
+                IgnoredEntry(path, f"it is {kind}, and only a directory of its own counts as a step")
+            )
+    return found
 
 
 def latest(store: Store, root: str) -> StepEntry | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +34,6 @@ _COLUMNS = (
     render.Column("STATE"),
 )
 _FINGERPRINT_DIGITS = 12
-_LIKE_A_STEP = re.compile(r"step[-_.]?[0-9]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +44,6 @@ class _Row:
     state: str
     manifest: Manifest | None = None
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Ignored:
-    """What a person may take for a step, and nothing reads as one."""
-
-    path: str
-    reason: str
 
 
 def list_command(
@@ -68,7 +58,7 @@ def list_command(
     ATTEMPT is LIFE.SAVE: which run of the job wrote the step, with which of its saves; a retry adds a number.
     FINGERPRINT is the beginning of the manifest's digest, which vouches for every byte of the checkpoint.
     """
-    from ckptengine.catalog.catalog import list_dir, list_steps
+    from ckptengine.catalog.catalog import ignored_entries, list_dir, list_steps
     from ckptengine.storage.posix import PosixStore
 
     store = PosixStore()
@@ -76,7 +66,7 @@ def list_command(
     entries = list_dir(store, root)
     if not rows:
         _refuse_step(root, entries)
-    ignored = _ignored(root, entries)
+    ignored = ignored_entries(store, root)
     if as_json:
         steps = [_to_json(row) for row in rows]
         render.json({"root": root, "steps": steps, "ignored": [asdict(one) for one in ignored]})
@@ -109,21 +99,6 @@ def _refuse_step(path: str, entries: list[Entry]) -> None:
     else:
         return
     raise CheckpointNotFoundError("it is a step's directory, not a root", path=path, hint=hint)
-
-
-def _ignored(root: str, entries: list[Entry]) -> list[_Ignored]:
-    from ckptengine.format.names import parse_step_dirname
-
-    found = []
-    for entry in entries:
-        path = os.path.join(root, entry.name)
-        if parse_step_dirname(entry.name) is None:
-            if _LIKE_A_STEP.fullmatch(entry.name):
-                found.append(_Ignored(path, "the name is not spelled as a step's is (step-0000000001)"))
-        elif not entry.is_dir:
-            kind = "a symbolic link" if os.path.islink(path) else "a file"
-            found.append(_Ignored(path, f"it is {kind}, and only a directory of its own counts as a step"))
-    return found
 
 
 def _row(store: Store, entry: StepEntry) -> _Row:

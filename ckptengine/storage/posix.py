@@ -181,7 +181,12 @@ def _make_missing(path: str, changed: list[str]) -> None:
             os.mkdir(directory)
         except FileExistsError as exc:
             if not os.path.isdir(directory):
-                raise storage_error(exc, directory, "make the directory: a file of that name exists") from exc
+                raise StorageError(
+                    "could not make the directory: a file of that name exists",
+                    errno=errno.EEXIST,
+                    path=directory,
+                    hint="give another directory, or move the file away",
+                ) from exc
         except FileNotFoundError:
             raise
         except OSError as exc:
