@@ -30,6 +30,7 @@ from ckptengine.format.dtypes import safetensors_code
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.manifest import Manifest
 from ckptengine.format.shard import ShardHeader
+from ckptengine.format.tree import leaf, leaves
 from ckptengine.read import trees, world
 from ckptengine.read.cache import BlockCache
 from ckptengine.read.reader import ShardReader
@@ -277,7 +278,7 @@ class CheckpointReader:
         return self._merged_tree().tree if rank is None else self._header(self._checked(rank)).tree
 
     def _is_large_value(self, node: Any, rank: int | None) -> bool:
-        number = trees.leaf(node)
+        number = leaf(node)
         if number is None:
             return False
         if rank is None:
@@ -291,10 +292,10 @@ class CheckpointReader:
         saved = SavedRanks(request, self._header)
         made: dict[int, Made] = {}
         if rank is not None:
-            made = {number: saved[rank].make(number) for number in trees.leaves(node)}
+            made = {number: saved[rank].make(number) for number in leaves(node)}
         else:
             tensors: dict[tuple[Piece, ...], Made] = {}
-            for number in trees.leaves(node):
+            for number in leaves(node):
                 made[number] = self._whole(request, saved, *self._merged_tree().leaves[number], tensors)
         self._deliver(request)
         decoder = Decoder(lambda number: made[number](), root=name, allow_pickle=self._allow_pickle)
@@ -392,7 +393,7 @@ def _hidden(header: ShardHeader) -> set[str]:
     """Stored tensors that are no leaf: the memory that several views share."""
     if not header.views:
         return set()
-    used = set(trees.leaves(header.tree))
+    used = set(leaves(header.tree))
     return {entry.name for i, entry in enumerate(header.tensors) if i not in used}
 
 

@@ -10,15 +10,22 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import zstandard
 
 from ckptengine.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptengine.format import dtypes
+from ckptengine.format.columns import (
+    HIDDEN,
+    SHARDED,
+    IndexBuilder,
+    IndexContent,
+    columns_of,
+)
 from ckptengine.format.digest import DIGEST_NBYTES, digest
-from ckptengine.format.entries import ShardHeader, is_c_order
+from ckptengine.format.entries import ShardHeader
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.limits import INT64_MAX, MAX_INDEX_NBYTES
 from ckptengine.format.names import AttemptId
@@ -32,41 +39,33 @@ _VERSION = 1
 _MAGIC = b"CKPTIDX"
 _HEAD = struct.Struct("<7sBQ")
 
-Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
-
-
-class _Content(msgspec.Struct, forbid_unknown_fields=True):
-    """The msgpack inside the frame: lists parallel to `names`, then columns, one row per stored chunk."""
-
-    attempt: str
-    names: list[str]
-    dtype: list[str]
-    global_shape: list[tuple[Size, ...]]
-    flat_of: list[tuple[Size, ...] | None]
-    name: bytes
-    rank: bytes
-    ndim: bytes
-    offsets: bytes
-    shape: bytes
-    start: bytes
-    stop: bytes
-
 
 @dataclass(frozen=True, slots=True)
 class IndexedChunk:
-    """A chunk of a tensor, and the bytes [start, stop) of its rank's data section that hold it."""
+    """A chunk of a tensor, and the bytes [start, stop) of its rank's data section that hold it.
+
+    sharded: the rank said which chunk of a global tensor it is; otherwise it is a whole tensor of the rank's
+    own.
+    """
 
     name: str
     rank: int
     chunk: Chunk
     start: int
     stop: int
+    sharded: bool
 
 
 class Index:
-    """The tensors of all shards, by name."""
+    """The tensors of all shards, by name.
 
-    def __init__(self, content: _Content) -> None:
+    hidden: those that are nothing but the memory that several views share. partial: those of which the
+    headers know
+    more: a rank's view that is not in C order, or a rank's tensor that is not like the lowest rank's. None
+    where the index does not tell, and `hidden` is then empty.
+    """
+
+    def __init__(self, content: IndexContent) -> None:
         """Takes the columns of `content` as they are; raises `ValueError` unless they are consistent."""
         import numpy as np
 
@@ -85,9 +84,16 @@ class Index:
         self._shape = np.frombuffer(content.shape, "<i8")
         self._start = np.frombuffer(content.start, "<u8")
         self._stop = np.frombuffer(content.stop, "<u8")
+        self._flags = None if content.flags is None else np.frombuffer(content.flags, "u1")
         self._dims = np.concatenate(([0], np.cumsum(self._ndim, dtype=np.int64)))
         self._validate()
         self._rows = np.searchsorted(self._name, np.arange(len(self._names) + 1))
+        self.partial: frozenset[str] | None = None
+        self.hidden: frozenset[str] = frozenset()
+        if self._flags is not None and content.partial is not None:
+            self.partial = frozenset(content.partial)
+            concealed = np.unique(self._name[self._flags & HIDDEN != 0])
+            self.hidden = frozenset(self._names[number] for number in concealed.tolist())
 
     def names(self) -> list[str]:
         """All tensors, sorted."""
@@ -107,14 +113,22 @@ class Index:
         """The stored chunks of a tensor, by rank; `KeyError` if there is none of that name."""
         number = self._numbers[name]
         _, global_shape, flat_of = self._infos[number]
-        found = []
-        for row in range(int(self._rows[number]), int(self._rows[number + 1])):
-            dims = slice(int(self._dims[row]), int(self._dims[row + 1]))
-            offsets, shape = tuple(self._offsets[dims].tolist()), tuple(self._shape[dims].tolist())
-            chunk = Chunk(global_shape, offsets, shape, flat_of)
-            start, stop = int(self._start[row]), int(self._stop[row])
-            found.append(IndexedChunk(name, int(self._rank[row]), chunk, start, stop))
-        return found
+        rows = slice(int(self._rows[number]), int(self._rows[number + 1]))
+        count, ndim = rows.stop - rows.start, len(global_shape)
+        dims = slice(int(self._dims[rows.start]), int(self._dims[rows.stop]))
+        offsets = self._offsets[dims].reshape(count, ndim).tolist()
+        shapes = self._shape[dims].reshape(count, ndim).tolist()
+        chunks = [
+            Chunk(global_shape, tuple(offset), tuple(shape), flat_of)
+            for offset, shape in zip(offsets, shapes, strict=True)
+        ]
+        if self._flags is None:
+            sharded = [not chunk.is_whole for chunk in chunks]
+        else:
+            sharded = (self._flags[rows] & SHARDED != 0).tolist()
+        ranks, starts, stops = (column[rows].tolist() for column in (self._rank, self._start, self._stop))
+        columns = zip(ranks, chunks, starts, stops, sharded, strict=True)
+        return [IndexedChunk(name, *values) for values in columns]
 
     def _validate(self) -> None:
         import numpy as np
@@ -130,6 +144,8 @@ class Index:
         count = len(self._name)
         if any(len(column) != count for column in (self._rank, self._ndim, self._start, self._stop)):
             raise ValueError("columns differ in length")
+        if self._flags is not None and (len(self._flags) != count or np.any(self._flags > SHARDED | HIDDEN)):
+            raise ValueError("flags do not fit the chunks")
         if len(self._offsets) != self._dims[-1] or len(self._shape) != self._dims[-1]:
             raise ValueError("offsets or shape do not fit ndim")
         if not count:
@@ -173,17 +189,29 @@ class Index:
 
 def index_from_headers(headers: Iterable[ShardHeader]) -> Index:
     """The index of shards whose headers are at hand, for where INDEX is missing or damaged."""
-    return Index(_collect(headers))
+    return Index(_built(headers).content())
 
 
 def build_index(headers: Iterable[ShardHeader]) -> bytes:
-    """INDEX for these shards, all of one attempt. `ValueError` if it would be larger than a reader accepts.
+    """INDEX for these shards, all of one attempt; see `encode_index`."""
+    return encode_index(_built(headers))
+
+
+def _built(headers: Iterable[ShardHeader]) -> IndexBuilder:
+    builder = IndexBuilder()
+    for header in sorted(headers, key=lambda header: header.rank):
+        builder.add(columns_of(header))
+    return builder
+
+
+def encode_index(builder: IndexBuilder) -> bytes:
+    """INDEX for what was added to the builder. `ValueError` if it would be larger than a reader accepts.
 
     Whole tensors that differ in dtype or shape between ranks are values of each rank under one name: the
     lowest rank's is indexed. Large values (`kind`), and views that are not in C order, are not: they are read
     through their header.
     """
-    content = _collect(headers)
+    content = builder.content()
     Index(content)
     packed = msgspec.msgpack.encode(content)
     frame = zstandard.ZstdCompressor(level=3).compress(packed)
@@ -206,7 +234,7 @@ def decode_index(data: bytes, *, path: str) -> Index:
         ) from error
 
 
-def _decode(data: bytes, path: str) -> _Content:
+def _decode(data: bytes, path: str) -> IndexContent:
     if not _HEAD.size + DIGEST_NBYTES <= len(data) <= MAX_INDEX_NBYTES:
         raise ValueError(f"it cannot be {len(data)} bytes long")
     magic, version, frame_nbytes = _HEAD.unpack_from(data)
@@ -230,52 +258,4 @@ def _decode(data: bytes, path: str) -> _Content:
     packed = decompressor.decompress(frame)
     if not decompressor.eof or decompressor.unused_data:
         raise ValueError("not one whole frame")
-    return msgspec.msgpack.decode(packed, type=_Content)
-
-
-def _collect(headers: Iterable[ShardHeader]) -> _Content:
-    import numpy as np
-
-    infos: dict[str, tuple[str, tuple[int, ...], tuple[int, ...] | None]] = {}
-    found: list[tuple[str, int, int, int, Chunk]] = []
-    attempts = set()
-    for header in sorted(headers, key=lambda header: header.rank):
-        attempts.add(header.attempt)
-        for name, dtype, chunk, start, stop in _stored(header):
-            info = (dtype, chunk.global_shape, chunk.flat_of)
-            if infos.setdefault(name, info) == info:
-                found.append((name, header.rank, start, stop, chunk))
-    if len(attempts) != 1:
-        raise ValueError(f"headers of {len(attempts)} attempts, not of one")
-    names = sorted(infos)
-    numbers = {name: i for i, name in enumerate(names)}
-    found.sort(key=lambda row: row[:4])
-    return _Content(
-        attempt=attempts.pop(),
-        names=names,
-        dtype=[infos[name][0] for name in names],
-        global_shape=[infos[name][1] for name in names],
-        flat_of=[infos[name][2] for name in names],
-        name=np.array([numbers[row[0]] for row in found], dtype="<u4").tobytes(),
-        rank=np.array([row[1] for row in found], dtype="<u4").tobytes(),
-        ndim=np.array([len(row[4].shape) for row in found], dtype="u1").tobytes(),
-        offsets=np.array([size for row in found for size in row[4].offsets], dtype="<i8").tobytes(),
-        shape=np.array([size for row in found for size in row[4].shape], dtype="<i8").tobytes(),
-        start=np.array([row[2] for row in found], dtype="<u8").tobytes(),
-        stop=np.array([row[3] for row in found], dtype="<u8").tobytes(),
-    )
-
-
-def _stored(header: ShardHeader) -> Iterable[tuple[str, str, Chunk, int, int]]:
-    """What of a shard is indexed: `(name, dtype, chunk, start, stop)`."""
-    starts = {}
-    for entry in header.tensors:
-        starts[entry.name] = entry.start
-        if entry.kind is None:
-            yield entry.name, entry.dtype, entry.chunk or Chunk.whole(entry.shape), entry.start, entry.stop
-    for view in header.views:
-        # Only in C order are a view's bytes one range that reads like a stored tensor's.
-        if is_c_order(view.shape, view.stride):
-            start = starts[view.of] + view.byte_offset
-            chunk = view.chunk or Chunk.whole(view.shape)
-            yield view.name, view.dtype, chunk, start, start + view.extent_nbytes
+    return msgspec.msgpack.decode(packed, type=IndexContent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import isfinite
 from typing import Any, TypeAlias
 
@@ -153,6 +153,21 @@ def _check_items(
                 raise ValueError(f"a float that is not finite {_at((parent, key))}")
         elif kind is not str and kind is not bool and value is not None:
             raise ValueError(f"{kind.__name__}, which is not JSON, {_at((parent, key))}")
+
+
+def leaf(node: Any) -> int | None:
+    """The number of the tensor that a node stands for, or None."""
+    return node["i"] if type(node) is dict and node.get(TAG) == "t" else None
+
+
+def leaves(tree: Any) -> Iterator[int]:
+    """The numbers of the tensors in a tree, in its order."""
+    number = leaf(tree)
+    if number is not None:
+        yield number
+    elif type(tree) is dict or type(tree) is list:
+        for child in tree.values() if type(tree) is dict else tree:
+            yield from leaves(child)
 
 
 def _check_tagged(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ckptengine.errors import CheckpointError, CorruptCheckpointError
+from ckptengine.format.columns import ShardColumns, scan_header
 from ckptengine.format.digest import hexdigest
 from ckptengine.format.manifest import Manifest, ShardRef
 from ckptengine.format.shard import ShardHeader, decode_header
@@ -33,11 +36,38 @@ def open_header(store: Store, step_path: str, ref: ShardRef, manifest: Manifest)
 
     Raises CorruptCheckpointError, StorageError, or UnsupportedFormatError, all with path and rank.
     """
+    with _opened(store, step_path, ref) as (path, file):
+        return read_header(file, path, ref, manifest)
+
+
+def scan_shard(store: Store, step_path: str, ref: ShardRef, manifest: Manifest) -> ShardColumns:
+    """What INDEX is to hold of a shard, after checking its path, its size and its header's digest.
+
+    For whoever has the digest from the header's writer: what the header says is not checked once more, but
+    for whose it is. Raises as `open_header` does.
+    """
+    with _opened(store, step_path, ref) as (path, file):
+        data = _checked_bytes(file, path, ref, manifest)
+        try:
+            columns = scan_header(data)
+        except (ValueError, KeyError) as error:
+            raise CorruptCheckpointError(
+                f"malformed shard header: {error}", path=path, rank=ref.rank
+            ) from error
+        _check_fields(
+            path, ref, ("rank", ref.rank, columns.rank), ("attempt", manifest.attempt, columns.attempt)
+        )
+        return columns
+
+
+@contextmanager
+def _opened(store: Store, step_path: str, ref: ShardRef) -> Iterator[tuple[str, BlockReader]]:
+    """A shard's path and the open file, whose size is right; errors name the rank."""
     path = shard_path(step_path, ref)
     try:
         with store.open(path) as file:
             check_size(path, ref, file.size)
-            return read_header(file, path, ref, manifest)
+            yield path, file
     except FileNotFoundError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -58,6 +88,24 @@ def check_size(path: str, ref: ShardRef, nbytes: int) -> None:
 
 def read_header(file: BlockReader, path: str, ref: ShardRef, manifest: Manifest) -> ShardHeader:
     """`open_header` for an open file of whatever size. `ref` and `manifest` are as decoded, so in bounds."""
+    data = _checked_bytes(file, path, ref, manifest)
+    header = decode_header(data, path=path, file_nbytes=ref.size)
+    _check_fields(
+        path,
+        ref,
+        ("rank", ref.rank, header.rank),
+        ("step", manifest.step, header.step),
+        ("attempt", manifest.attempt, header.attempt),
+        ("run", manifest.run, header.run),
+        ("world size", manifest.world_size, header.world_size),
+        ("codec", manifest.codec, header.codec),
+        ("header size", ref.header_nbytes, header.header_nbytes),
+    )
+    return header
+
+
+def _checked_bytes(file: BlockReader, path: str, ref: ShardRef, manifest: Manifest) -> bytes:
+    """The header's bytes, if they have the digest that the manifest says."""
     if file.size < ref.header_nbytes:
         raise CorruptCheckpointError(
             "the shard file ends within its header",
@@ -79,16 +127,11 @@ def read_header(file: BlockReader, path: str, ref: ShardRef, manifest: Manifest)
             expected=ref.header_digest,
             actual=found,
         )
-    header = decode_header(bytes(data), path=path, file_nbytes=ref.size)
-    for what, expected, actual in (
-        ("rank", ref.rank, header.rank),
-        ("step", manifest.step, header.step),
-        ("attempt", manifest.attempt, header.attempt),
-        ("run", manifest.run, header.run),
-        ("world size", manifest.world_size, header.world_size),
-        ("codec", manifest.codec, header.codec),
-        ("header size", ref.header_nbytes, header.header_nbytes),
-    ):
+    return bytes(data)
+
+
+def _check_fields(path: str, ref: ShardRef, *fields: tuple[str, object, object]) -> None:
+    for what, expected, actual in fields:
         if expected != actual:
             raise CorruptCheckpointError(
                 f"the shard's {what} is not the manifest's",
@@ -97,4 +140,3 @@ def read_header(file: BlockReader, path: str, ref: ShardRef, manifest: Manifest)
                 expected=expected,
                 actual=actual,
             )
-    return header

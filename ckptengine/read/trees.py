@@ -11,26 +11,11 @@ from typing import Any
 
 import msgspec
 
-from ckptengine.format.tree import TAG
+from ckptengine.format.tree import TAG, leaf
 
 Node = Any
 
 _MAPPINGS = ("dict", "odict")
-
-
-def leaf(node: Node) -> int | None:
-    """The number of the tensor that a node stands for, or None."""
-    return node["i"] if type(node) is dict and node.get(TAG) == "t" else None
-
-
-def leaves(tree: Node) -> Iterator[int]:
-    """The numbers of the tensors in a tree, in its order."""
-    number = leaf(tree)
-    if number is not None:
-        yield number
-    elif type(tree) is dict or type(tree) is list:
-        for child in tree.values() if type(tree) is dict else tree:
-            yield from leaves(child)
 
 
 def named(tree: Node, key_text: Callable[[Node], str]) -> Iterator[tuple[str, Node]]:

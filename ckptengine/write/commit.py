@@ -19,12 +19,12 @@ from ckptengine.errors import (
     NotCommittedError,
     SaveFailedError,
 )
+from ckptengine.format.columns import IndexBuilder, ShardColumns
 from ckptengine.format.digest import hexdigest
-from ckptengine.format.index import build_index
+from ckptengine.format.index import encode_index
 from ckptengine.format.manifest import IndexRef, Manifest, ShardRef, decode_manifest, encode_manifest
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId
-from ckptengine.format.shard import ShardHeader
-from ckptengine.read.shards import open_header
+from ckptengine.read.shards import scan_shard
 from ckptengine.storage.store import Store
 from ckptengine.write.messages import Receipt, WriteTask, failed_key, receipt_key
 from ckptengine.write.waiting import wait_for_key
@@ -64,8 +64,9 @@ def commit(
     """Check every shard from this mount, publish `INDEX` and `MANIFEST.json`, and return the manifest.
 
     The check is not politeness: a client that lost its connection can report a good sync for bytes that other
-    mounts never see. Publishing is idempotent; an attempt older than the committed one is refused with
-    `SaveFailedError`.
+    mounts never see. A header with the digest that its rank reported is the one that rank encoded, so it is
+    only scanned for INDEX: decoding the headers of thousands of ranks takes longer than all else here.
+    Publishing is idempotent; an attempt older than the committed one is refused with `SaveFailedError`.
     """
     attempt_path = f"{step_path}/{task.attempt}"
     # Each rank synced its file; only this makes the names in the directory durable.
@@ -90,11 +91,11 @@ def commit(
         shards=tuple(refs),
         index=None,
     )
-    headers = _check_shards(store, step_path, draft)
-    index = _index(headers, step_path)
+    contents = _check_shards(store, step_path, draft)
+    index = _index(contents, step_path)
     manifest = replace(
         draft,
-        tensors=len(_tensor_names(headers)),
+        tensors=contents.tensors,
         index=None if index is None else IndexRef(size=len(index), digest=hexdigest(index)),
     )
     _refuse_if_overtaken(store, step_path, task)
@@ -108,10 +109,10 @@ def commit(
     return manifest
 
 
-def _check_shards(store: Store, step_path: str, manifest: Manifest) -> list[ShardHeader]:
-    def check(ref: ShardRef) -> ShardHeader:
+def _check_shards(store: Store, step_path: str, manifest: Manifest) -> IndexBuilder:
+    def check(ref: ShardRef) -> ShardColumns:
         try:
-            return open_header(store, step_path, ref, manifest)
+            return scan_shard(store, step_path, ref, manifest)
         except (OSError, CheckpointError) as error:
             raise SaveFailedError(
                 f"rank {ref.rank} reported its shard durable, the coordinator does not see it whole: {error}",
@@ -123,29 +124,19 @@ def _check_shards(store: Store, step_path: str, manifest: Manifest) -> list[Shar
     with ThreadPoolExecutor(
         min(HEADER_READERS, len(manifest.shards)), thread_name_prefix="ckpt-commit"
     ) as pool:
-        return list(pool.map(check, manifest.shards))
+        contents = IndexBuilder()
+        for shard in pool.map(check, manifest.shards):
+            contents.add(shard)
+        return contents
 
 
-def _index(headers: Sequence[ShardHeader], step_path: str) -> bytes | None:
+def _index(contents: IndexBuilder, step_path: str) -> bytes | None:
     """None where the format's bound does not allow one: readers then read the headers, slower."""
     try:
-        return build_index(headers)
+        return encode_index(contents)
     except ValueError as error:
         logger.warning("%s is committed without INDEX: %s", step_path, error)
         return None
-
-
-def _tensor_names(headers: Sequence[ShardHeader]) -> set[str]:
-    """The tensors of all ranks, without the values that were kept as bytes because they are large."""
-    return {
-        name
-        for header in headers
-        for name in (
-            *(tensor.name for tensor in header.tensors if tensor.kind is None),
-            *(view.name for view in header.views),
-            *header.replicas,
-        )
-    }
 
 
 def _refuse_if_overtaken(store: Store, step_path: str, task: WriteTask) -> None:

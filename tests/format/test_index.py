@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptengine.format import dtypes
+from ckptengine.format.columns import IndexBuilder, ShardColumns, columns_of, scan_header
+from ckptengine.format.digest import DIGEST_NBYTES
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.index import Index, IndexedChunk, build_index, decode_index, index_from_headers
-from ckptengine.format.shard import ShardHeader, TensorEntry, ViewEntry
+from ckptengine.format.shard import (
+    ShardHeader,
+    TensorEntry,
+    ViewEntry,
+    decode_header,
+    encode_header,
+    seal_header,
+)
 from tests.format import examples
 from tests.format.strategies import few, shard_headers, usual
 
@@ -36,7 +45,7 @@ def test_index_comes_back_and_equals_what_the_headers_give(header: ShardHeader) 
             chunk = entry.chunk or Chunk.whole(entry.shape)
             assert index.info(entry.name) == (entry.dtype, chunk.global_shape, chunk.flat_of)
             assert index.chunks(entry.name) == [
-                IndexedChunk(entry.name, header.rank, chunk, entry.start, entry.stop)
+                IndexedChunk(entry.name, header.rank, chunk, entry.start, entry.stop, entry.chunk is not None)
             ]
 
 
@@ -79,7 +88,7 @@ def test_views_in_c_order_are_indexed_where_their_bytes_lie() -> None:
         tree=None,
     )
     assert index_from_headers([header]).chunks("part") == [
-        IndexedChunk("part", 0, Chunk.whole((2, 4)), 16, 32)
+        IndexedChunk("part", 0, Chunk.whole((2, 4)), 16, 32, False)
     ]
 
 
@@ -161,5 +170,62 @@ def test_many_ragged_chunks_come_back(data: st.DataObject) -> None:
     index = decode_index(build_index([header]), path=PATH)
     for entry in entries:
         assert index.chunks(entry.name) == [
-            IndexedChunk(entry.name, 0, Chunk.whole(entry.shape), entry.start, entry.stop)
+            IndexedChunk(entry.name, 0, Chunk.whole(entry.shape), entry.start, entry.stop, False)
         ]
+
+
+@few
+@given(shard_headers())
+def test_scanning_a_headers_bytes_gives_what_decoding_it_gives(header: ShardHeader) -> None:
+    count = header.blocks.count
+    digests = [bytes(DIGEST_NBYTES)] * count
+    stored = [1] * count if header.codec == "zstd" else None
+    sealed = seal_header(encode_header(header), digests, stored)
+    scanned, decoded = scan_header(sealed), columns_of(decode_header(sealed, path=PATH))
+    for field in fields(ShardColumns):
+        one, other = getattr(scanned, field.name), getattr(decoded, field.name)
+        assert np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other, field.name
+
+
+def test_what_an_index_cannot_tell_is_named() -> None:
+    index = decode_index(examples.index_bytes(), path=PATH)
+    assert index.partial == {"transposed"}
+    assert index.hidden == frozenset()
+    views = tuple(ViewEntry(name, "flat", at, "float32", (2,)) for name, at in (("left", 0), ("right", 8)))
+    shared = replace(examples.shard_header(), views=views, tree=[{"$": "t", "i": i} for i in (0, 2, 8, 9)])
+    index = decode_index(build_index([shared]), path=PATH)
+    assert (index.partial, index.hidden) == (frozenset(), {"flat"})
+
+
+def test_a_name_of_which_ranks_say_different_things_is_partial() -> None:
+    def header(rank: int, nelem: int) -> ShardHeader:
+        entries = (TensorEntry("rng", "uint8", (nelem,), 0, nelem), TensorEntry("same", "uint8", (4,), 8, 12))
+        return replace(
+            examples.shard_header(rank=rank),
+            tensors=entries,
+            views=(),
+            replicas={},
+            data_nbytes=4096,
+            tree=None,
+        )
+
+    index = decode_index(build_index([header(0, 5), header(1, 7)]), path=PATH)
+    assert index.partial == {"rng"}
+    assert [chunk.rank for chunk in index.chunks("same")] == [0, 1]
+
+
+def test_an_index_without_flags_says_that_it_cannot_tell() -> None:
+    builder = IndexBuilder()
+    builder.add(columns_of(examples.shard_header()))
+    content = builder.content()
+    content.flags = content.partial = None
+    index = Index(content)
+    assert index.partial is None
+    assert [chunk.sharded for chunk in index.chunks("embed.weight")] == [True]
+
+
+def test_an_index_is_built_in_the_order_of_the_ranks() -> None:
+    builder = IndexBuilder()
+    builder.add(columns_of(examples.shard_header(rank=1)))
+    with pytest.raises(ValueError, match="rank 0 comes after rank 1"):
+        builder.add(columns_of(examples.shard_header(rank=0)))

@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from ckptengine.read.trees import is_value, leaves, merge, named, relabel
+from ckptengine.format.tree import leaves
+from ckptengine.read.trees import is_value, merge, named, relabel
 
 
 def t(i: int) -> dict[str, Any]:

@@ -1,0 +1,357 @@
+"""What does INDEX hold? Each shard's header as columns, and those of all shards put together.
+
+`scan_header` takes them straight from a header's bytes, for whoever knows by its digest that they are those a
+writer
+of this package sealed: a small part of what `decode_header` costs, with its checks and an object for each
+tensor.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import msgspec
+
+from ckptengine.format import dtypes
+from ckptengine.format.entries import METADATA_KEY, ShardHeader, is_c_order
+from ckptengine.format.layout import PAD_PREFIX
+from ckptengine.format.limits import INT64_MAX
+from ckptengine.format.tree import TAG, leaves
+
+if TYPE_CHECKING:
+    # numpy is imported where columns are made: what only asks for a manifest should not wait for it.
+    import numpy as np
+    from numpy.typing import NDArray
+
+Sizes: TypeAlias = "tuple[int, ...]"
+Info: TypeAlias = "tuple[str, Sizes, Sizes | None]"
+"""A tensor's dtype, global shape, and `flat_of`: what its chunks have in common."""
+
+SHARDED = 1
+"""Flag of a chunk of which its rank said where in a global tensor it is, also if it is all of it."""
+
+HIDDEN = 2
+"""Flag of a tensor that is nothing in the state but the memory that several views share."""
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+
+
+class IndexContent(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The msgpack of INDEX: lists parallel to `names`, then columns, one row for each stored chunk.
+
+    flags and partial came later: where they are None, the headers know more than this index.
+    """
+
+    attempt: str
+    names: list[str]
+    dtype: list[str]
+    global_shape: list[tuple[Size, ...]]
+    flat_of: list[tuple[Size, ...] | None]
+    name: bytes
+    rank: bytes
+    ndim: bytes
+    offsets: bytes
+    shape: bytes
+    start: bytes
+    stop: bytes
+    flags: bytes | None = None
+    partial: list[str] | None = None
+
+
+_COLUMNS = ("ndim", "offsets", "shape", "start", "stop", "flags")
+
+_Row: TypeAlias = "tuple[str, Info, int, Sizes, Sizes, int, int, int]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardColumns:
+    """One shard's tensors, then its views in C order.
+
+    names, infos, ndim, start, stop and flags have an item for each; offsets and shape as many as ndim says.
+    skipped: the views in any other order, which have no place in columns. replicas: tensors whose bytes
+    another rank holds.
+    """
+
+    attempt: str
+    rank: int
+    names: list[str]
+    infos: list[Info]
+    ndim: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    shape: NDArray[np.int64]
+    start: NDArray[np.uint64]
+    stop: NDArray[np.uint64]
+    flags: NDArray[np.uint8]
+    skipped: list[str]
+    replicas: list[str]
+
+
+def hidden_tensors(header: ShardHeader) -> set[str]:
+    """Stored tensors that are no leaf of the state: the memory that several views share."""
+    bases = {view.of for view in header.views}
+    if not bases:
+        return bases
+    used = set(leaves(header.tree))
+    return bases.difference(entry.name for number, entry in enumerate(header.tensors) if number in used)
+
+
+def columns_of(header: ShardHeader) -> ShardColumns:
+    """The columns of a decoded header. Large values (`kind`) are no tensors."""
+    hidden = hidden_tensors(header)
+    skipped: list[str] = []
+
+    def rows() -> Iterator[_Row]:
+        starts = {}
+        for entry in header.tensors:
+            starts[entry.name] = entry.start
+            if entry.kind is not None:
+                continue
+            chunk, flags = entry.chunk, HIDDEN if entry.name in hidden else 0
+            if chunk is None:
+                yield _whole(entry.name, entry.dtype, entry.shape, entry.start, entry.stop, flags)
+            else:
+                info = (entry.dtype, chunk.global_shape, chunk.flat_of)
+                flags |= SHARDED
+                yield _part(entry.name, info, chunk.offsets, chunk.shape, entry.start, entry.stop, flags)
+        for view in header.views:
+            # Only in C order are a view's bytes one range that reads like a stored tensor's.
+            if not is_c_order(view.shape, view.stride):
+                skipped.append(view.name)
+                continue
+            start, chunk = starts[view.of] + view.byte_offset, view.chunk
+            stop = start + view.extent_nbytes
+            if chunk is None:
+                yield _whole(view.name, view.dtype, view.shape, start, stop, 0)
+            else:
+                info = (view.dtype, chunk.global_shape, chunk.flat_of)
+                yield _part(view.name, info, chunk.offsets, chunk.shape, start, stop, SHARDED)
+
+    return _columns(header.attempt, header.rank, rows(), skipped, list(header.replicas))
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """Any value of a header's outer object: a tensor, or `__metadata__`."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+    shard: str = msgspec.field(default="", name="ckptengine.shard")
+    tensors: str = msgspec.field(default="", name="ckptengine.tensors")
+    views: str = msgspec.field(default="", name="ckptengine.views")
+    replicas: str = msgspec.field(default="", name="ckptengine.replicas")
+    tree: str = msgspec.field(default="", name="ckptengine.tree")
+
+
+class _Extra(msgspec.Struct, gc=False):
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    global_shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] = ()
+    flat_of: tuple[int, ...] | None = None
+    kind: str | None = None
+
+
+class _View(msgspec.Struct, gc=False):
+    of: str
+    byte_offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    global_shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] = ()
+    flat_of: tuple[int, ...] | None = None
+
+
+class _Shard(msgspec.Struct):
+    attempt: str
+    rank: int
+
+
+_PREFIX = struct.Struct("<Q")
+_entries = msgspec.json.Decoder(dict[str, _Entry]).decode
+_extras = msgspec.json.Decoder(dict[str, _Extra]).decode
+_views = msgspec.json.Decoder(dict[str, _View]).decode
+
+
+def scan_header(header: bytes | memoryview) -> ShardColumns:
+    """What `columns_of(decode_header(header))` is, for a header whose digest vouches for it.
+
+    Nothing else is checked: `ValueError` (also `KeyError`) where it is no header at all.
+    """
+    view = memoryview(header)
+    # A raw shard begins with the length of the JSON, a compressed one with eight bytes of its own before it.
+    at = 8 if len(view) == 8 + _PREFIX.unpack_from(view)[0] else 16
+    entries = _entries(view[at:])
+    metadata = entries.pop(METADATA_KEY)
+    shard = msgspec.json.decode(metadata.shard, type=_Shard)
+    extras = _extras(metadata.tensors)
+    views = _views(metadata.views)
+    skipped: list[str] = []
+
+    def rows() -> Iterator[_Row]:
+        hidden = _hidden(entries, {view.of for view in views.values()}, metadata.tree) if views else ()
+        for name, entry in entries.items():
+            if name.startswith(PAD_PREFIX):
+                continue
+            start, stop = entry.data_offsets
+            flags = HIDDEN if name in hidden else 0
+            extra = extras.get(name)
+            if extra is None:
+                yield _whole(name, dtypes.torch_name(entry.dtype), entry.shape, start, stop, flags)
+            elif extra.kind is None:
+                dtype = dtypes.torch_name(entry.dtype) if extra.dtype is None else extra.dtype
+                shape = entry.shape if extra.shape is None else extra.shape
+                if extra.global_shape is None:
+                    yield _whole(name, dtype, shape, start, stop, flags)
+                else:
+                    info = (dtype, extra.global_shape, extra.flat_of)
+                    yield _part(name, info, extra.offsets, shape, start, stop, flags | SHARDED)
+        for name, view in views.items():
+            if not is_c_order(view.shape, view.stride):
+                skipped.append(name)
+                continue
+            start = entries[view.of].data_offsets[0] + view.byte_offset
+            stop = start + prod(view.shape) * dtypes.itemsize(view.dtype)
+            if view.global_shape is None:
+                yield _whole(name, view.dtype, view.shape, start, stop, 0)
+            else:
+                info = (view.dtype, view.global_shape, view.flat_of)
+                yield _part(name, info, view.offsets, view.shape, start, stop, SHARDED)
+
+    replicas = list(msgspec.json.decode(metadata.replicas, type=dict[str, int]))
+    return _columns(shard.attempt, shard.rank, rows(), skipped, replicas)
+
+
+def _hidden(entries: dict[str, _Entry], bases: set[str], tree: str) -> set[str]:
+    """Those of the bases that are no leaf; their numbers are looked for in the tree's text.
+
+    Inside a string quotes are escaped, so the text of a leaf is found nowhere but where a leaf is.
+    """
+    names = (name for name in entries if not name.startswith(PAD_PREFIX))
+    return {
+        name
+        for number, name in enumerate(names)
+        if name in bases and f'{{"{TAG}":"t","i":{number}}}' not in tree
+    }
+
+
+def _whole(name: str, dtype: str, shape: Sizes, start: int, stop: int, flags: int) -> _Row:
+    return name, (dtype, shape, None), len(shape), (0,) * len(shape), shape, start, stop, flags
+
+
+def _part(name: str, info: Info, offsets: Sizes, shape: Sizes, start: int, stop: int, flags: int) -> _Row:
+    return name, info, len(shape), offsets, shape, start, stop, flags
+
+
+def _columns(
+    attempt: str, rank: int, rows: Iterable[_Row], skipped: list[str], replicas: list[str]
+) -> ShardColumns:
+    import numpy as np
+
+    names, infos, ndim, offsets, shape, start, stop, flags = tuple(zip(*rows, strict=True)) or ((),) * 8
+    return ShardColumns(
+        attempt=attempt,
+        rank=rank,
+        names=list(names),
+        infos=list(infos),
+        ndim=np.array(ndim, np.uint8),
+        offsets=np.array([*chain.from_iterable(offsets)], np.int64),
+        shape=np.array([*chain.from_iterable(shape)], np.int64),
+        start=np.array(start, np.uint64),
+        stop=np.array(stop, np.uint64),
+        flags=np.array(flags, np.uint8),
+        skipped=skipped,
+        replicas=replicas,
+    )
+
+
+class IndexBuilder:
+    """Takes shards' columns, in the order of their ranks, and gives what INDEX is to hold.
+
+    Of a shard that holds parts of the same tensors as the one before, as nearly all do, only the numbers are
+    kept.
+    """
+
+    def __init__(self) -> None:
+        self._attempts: set[str] = set()
+        self._ranks: list[int] = []
+        self._infos: dict[str, tuple[Info, int]] = {}
+        self._partial: set[str] = set()
+        self._replicas: set[str] = set()
+        # For each shard its tensors' numbers, in the order in which `_infos` met them.
+        self._numbers: list[NDArray[np.int64]] = []
+        self._columns: dict[str, list[NDArray[Any]]] = {name: [] for name in _COLUMNS}
+        self._last: ShardColumns | None = None
+
+    def add(self, shard: ShardColumns) -> None:
+        """Where a lower rank has said something else of a name, only what that rank said is kept."""
+        import numpy as np
+
+        if self._ranks and shard.rank <= self._ranks[-1]:
+            raise ValueError(f"rank {shard.rank} comes after rank {self._ranks[-1]}")
+        self._attempts.add(shard.attempt)
+        self._ranks.append(shard.rank)
+        self._partial.update(shard.skipped)
+        self._replicas.update(shard.replicas)
+        for name, columns in self._columns.items():
+            columns.append(getattr(shard, name))
+        if self._last is None or self._last.names != shard.names or self._last.infos != shard.infos:
+            self._numbers.append(np.array([*map(self._number, shard.names, shard.infos)], np.int64))
+            self._last = shard
+        else:
+            self._numbers.append(self._numbers[-1])
+
+    def _number(self, name: str, info: Info) -> int:
+        known, number = self._infos.setdefault(name, (info, len(self._infos)))
+        if known == info:
+            return number
+        self._partial.add(name)
+        return -1
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors all ranks have, also of those that are not in the index."""
+        return len(self._partial.union(self._infos, self._replicas))
+
+    def content(self) -> IndexContent:
+        """All of it, ordered by name, then by rank. `ValueError` unless the shards are of one attempt."""
+        import numpy as np
+
+        if len(self._attempts) != 1:
+            raise ValueError(f"headers of {len(self._attempts)} attempts, not of one")
+        names = sorted(self._infos)
+        infos = [self._infos[name][0] for name in names]
+        place = np.full(len(names) + 1, -1, np.int64)  # the last is found by -1
+        place[[self._infos[name][1] for name in names]] = np.arange(len(names))
+        number = place[np.concatenate(self._numbers)]
+        rows = np.flatnonzero(number >= 0)
+        rows = rows[np.argsort(number[rows], kind="stable")]
+        column = {name: np.concatenate(columns) for name, columns in self._columns.items()}
+        ndim = column["ndim"]
+        taken = ndim[rows]
+        # Where a row's offsets begin in the shards' order, less where they go, and counted up from there.
+        begins = np.cumsum(ndim, dtype=np.int64) - ndim
+        dims = np.repeat(begins[rows] - (np.cumsum(taken, dtype=np.int64) - taken), taken)
+        dims += np.arange(len(dims))
+        rank = np.repeat(np.array(self._ranks, "<u4"), [len(numbers) for numbers in self._numbers])
+        return IndexContent(
+            attempt=next(iter(self._attempts)),
+            names=names,
+            dtype=[info[0] for info in infos],
+            global_shape=[info[1] for info in infos],
+            flat_of=[info[2] for info in infos],
+            name=number[rows].astype("<u4").tobytes(),
+            rank=rank[rows].tobytes(),
+            ndim=taken.tobytes(),
+            offsets=column["offsets"][dims].astype("<i8", copy=False).tobytes(),
+            shape=column["shape"][dims].astype("<i8", copy=False).tobytes(),
+            start=column["start"][rows].astype("<u8", copy=False).tobytes(),
+            stop=column["stop"][rows].astype("<u8", copy=False).tobytes(),
+            flags=column["flags"][rows].tobytes(),
+            partial=sorted(self._partial),
+        )
