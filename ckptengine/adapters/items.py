@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
+from ckptengine.adapters.tensors import Local, dtype_name
 from ckptengine.format import dtypes
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.shard import ViewEntry
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StateItem:
+class StateItem(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One range of the data section. Fields as in `TensorEntry`; `source` has the bytes, in any layout if a
     tensor.
+
+    start, stop: a tensor's first byte in memory, and the byte after its last, when the state was flattened;
+    both 0 if it is empty.
     """
 
     name: str
@@ -26,13 +30,22 @@ class StateItem:
     placement: str | None
     kind: str | None
     descr: Any
-    source: torch.Tensor | bytes = field(repr=False)
+    source: torch.Tensor | bytes
     nbytes: int
     alignment: int
+    start: int = 0
+    stop: int = 0
+    on_cpu: bool = True
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The source of what is not a large value."""
+        assert not isinstance(self.source, bytes)
+        return self.source
 
     @property
     def on_cuda(self) -> bool:
-        return isinstance(self.source, torch.Tensor) and self.source.is_cuda
+        return not self.on_cpu and self.tensor.is_cuda
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,20 +67,57 @@ class FlatState:
         return sum(item.nbytes for item in self.items)
 
 
-def tensor_item(
-    name: str,
-    dtype: str,
-    source: torch.Tensor,
-    *,
-    chunk: Chunk | None = None,
-    placement: str | None = None,
-    stride: tuple[int, ...] | None = None,
-) -> StateItem:
-    shape = tuple(source.shape)
-    nbytes = source.numel() * dtypes.itemsize(dtype)
+def tensor_item(name: str, local: Local) -> StateItem:
+    """A tensor as it is stored if it shares memory with no other.
+
+    Each thing is asked once and passed by position, as this is done for every tensor.
+    """
+    tensor = local.tensor
+    dtype = dtype_name(tensor.dtype)
+    nbytes = tensor.nbytes
+    stride = None
+    start = stop = 0
+    if nbytes:
+        start = tensor.data_ptr()
+        stop = start + nbytes
+        if not tensor.is_contiguous():
+            stride = dense_stride(tensor)
+            stop = start + extent_nelem(tensor) * tensor.element_size()
     return StateItem(
-        name, dtype, shape, chunk, stride, placement, None, None, source, nbytes, dtypes.alignment(dtype)
+        name,
+        dtype,
+        tuple(tensor.shape),
+        local.chunk,
+        stride,
+        local.placement,
+        None,
+        None,
+        tensor,
+        nbytes,
+        dtypes.alignment(dtype),
+        start,
+        stop,
+        tensor.is_cpu,
     )
+
+
+def extent_nelem(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last in memory; of one that is not empty."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor that fills its extent, each element once, but not in C order; else None."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return None
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return None
+        expected *= size
+    return tuple(tensor.stride())
 
 
 def value_item(name: str, data: bytes, kind: str, descr: Any) -> StateItem:

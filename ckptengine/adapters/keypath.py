@@ -26,7 +26,10 @@ def path_text(root: str, path: Sequence[Any]) -> str:
 
 def joined(path: Sequence[Any]) -> str:
     """A key path as in a tensor's name: `a.3`."""
-    return ".".join(_printed(key, str) for key in path)
+    try:
+        return ".".join([str(key) for key in path if key is not STATE_DICT])
+    except ValueError:
+        return ".".join([_printed(key, str) for key in path if key is not STATE_DICT])
 
 
 def _printed(key: Any, to_text: Callable[[Any], str]) -> str:

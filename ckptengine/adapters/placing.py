@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ckptengine.adapters.aliases import extent_nelem
+from ckptengine.adapters.items import extent_nelem
 from ckptengine.adapters.leaves import Leaf, same_strides
 from ckptengine.adapters.tensors import plain, torch_dtype
 from ckptengine.errors import StateMismatchError

@@ -16,12 +16,12 @@ import torch.distributed as dist
 import xxhash
 
 from ckptengine.adapters import objects
-from ckptengine.adapters.aliases import NamedLocal, resolve_aliases
+from ckptengine.adapters.aliases import resolve_aliases
 from ckptengine.adapters.collector import gc_paused
-from ckptengine.adapters.items import FlatState, StateItem, value_item
+from ckptengine.adapters.items import FlatState, StateItem, tensor_item, value_item
 from ckptengine.adapters.keypath import STATE_DICT, joined
 from ckptengine.adapters.replicas import Ranks, Replication, Unit, assign
-from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
+from ckptengine.adapters.tensors import Local, LocalChunk, extract, is_tensor
 from ckptengine.adapters.values import Encoder, Node
 from ckptengine.errors import UnsupportedStateError
 from ckptengine.format.entries import METADATA_KEY, ViewEntry
@@ -56,7 +56,7 @@ def flatten(
         replication = Replication(process_group) if dedup_replicas else None
         walk = _Walk(allow_pickle=allow_pickle, replication=replication)
         tree = walk.encode(state)
-        items, views, extra = resolve_aliases(walk.locals, walk.claim)
+        items, views, extra = resolve_aliases(walk.tensors, walk.claim)
         replicas = {} if replication is None else _drop_others(walk, replication, items, views, extra)
         return _numbered(walk, tree, items, views, extra, replicas)
 
@@ -67,11 +67,14 @@ class _Walk(Encoder):
     def __init__(self, *, allow_pickle: bool, replication: Replication | None) -> None:
         super().__init__(root="state", allow_pickle=allow_pickle)
         self._replication = replication
-        self.locals: list[NamedLocal] = []
+        self.tensors: list[StateItem] = []
+        """Each tensor as it is stored if it shares memory with no other."""
         self.ranks: dict[int, Ranks] = {}
-        """By index in `locals`: the ranks that hold the tensor alike, where they are known."""
-        self.leaves: list[tuple[Node, int | StateItem]] = []
-        """Each node `{"$": "t"}` with its index in `locals`, or the item it is."""
+        """By index in `tensors`: the ranks that hold the tensor alike, where they are known."""
+        self.nodes: list[Node] = []
+        """Each `{"$": "t"}`, in order."""
+        self.leaves: list[int | StateItem] = []
+        """For each node its index in `tensors`, or the item it is."""
         self._names: set[str] = {METADATA_KEY}
 
     def encode(self, value: Any, depth: int = 0) -> Node:
@@ -90,7 +93,8 @@ class _Walk(Encoder):
     def large(self, data: bytes, kind: str, descr: Any = None) -> Node:
         item = value_item(self.name(), data, kind, descr)
         node: Node = {TAG: "t", "i": -1}
-        self.leaves.append((node, item))
+        self.nodes.append(node)
+        self.leaves.append(item)
         return node
 
     def claim(self, name: str, path: Sequence[Any] = ()) -> str:
@@ -107,11 +111,12 @@ class _Walk(Encoder):
 
     def name(self, part: str = "") -> str:
         """The name of the leaf at the current path."""
-        path = [key for key in self.path if key is not STATE_DICT]
-        name = joined(path) + part
+        name = joined(self.path)
+        if part:
+            name += part
         if not name.isascii():
             name = name.encode("utf-8", "backslashreplace").decode()
-        return self.claim(name, path)
+        return self.claim(name, self.path)
 
     def _tensor(self, value: Any, depth: int) -> Node:
         try:
@@ -121,16 +126,20 @@ class _Walk(Encoder):
                 self.refuse(str(error))
             return self.pickled(value, f"cannot store {error}")
         ranks = None if self._replication is None else self._replication.ranks_of(value)
-        nodes: list[Node] = []
-        for local in parts:
-            if ranks is not None:
-                self.ranks[len(self.locals)] = ranks
-            node: Node = {TAG: "t", "i": -1}
-            self.leaves.append((node, len(self.locals)))
-            self.locals.append(NamedLocal(self.name(local.part), local))
-            nodes.append(node)
         # A rank may hold none or several shards of a ShardedTensor.
-        return nodes[0] if len(nodes) == 1 else {TAG: "tuple", "v": nodes}
+        if len(parts) == 1:
+            return self._local(parts[0], ranks)
+        return {TAG: "tuple", "v": [self._local(local, ranks) for local in parts]}
+
+    def _local(self, local: Local, ranks: Ranks | None) -> Node:
+        index = len(self.tensors)
+        if ranks is not None:
+            self.ranks[index] = ranks
+        node: Node = {TAG: "t", "i": -1}
+        self.nodes.append(node)
+        self.leaves.append(index)
+        self.tensors.append(tensor_item(self.name(local.part), local))
+        return node
 
     def _object(self, value: Any, depth: int) -> Node:
         self.opened(value, depth)
@@ -204,7 +213,7 @@ def _numbered(
     named_replicas: dict[str, int] = {}
     view_nodes: list[Node] = []
     replica_nodes: list[Node] = []
-    for node, leaf in walk.leaves:
+    for node, leaf in zip(walk.nodes, walk.leaves, strict=True):
         if isinstance(leaf, StateItem):
             node["i"] = len(ordered)
             ordered.append(leaf)
@@ -219,7 +228,7 @@ def _numbered(
             ordered_views.append(views[leaf])
         else:
             replica_nodes.append(node)
-            named_replicas[walk.locals[leaf].name] = replicas[leaf]
+            named_replicas[walk.tensors[leaf].name] = replicas[leaf]
     for index, node in enumerate((*view_nodes, *replica_nodes), start=len(ordered)):
         node["i"] = index
     return FlatState(tree, ordered, ordered_views, named_replicas)

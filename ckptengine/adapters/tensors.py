@@ -7,11 +7,12 @@ each is its local tensor, without a copy and without communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,8 +48,7 @@ class LocalChunk:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Local:
+class Local(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The part of a tensor that is here.
 
     tensor: dense and strided, conjugation and negation resolved. chunk: None if it is whole. part: for a
@@ -61,15 +61,14 @@ class Local:
     part: str = ""
 
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {}
+_STORABLE: dict[torch.dtype, str] = {
+    dtype: name for name in dtypes.names() if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name without `torch.`."""
-    name = _DTYPE_NAMES.get(dtype)
-    if name is None:
-        name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return name
+    return _STORABLE.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -91,7 +90,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_tensor(value: Any) -> bool:
     """Does `extract` take the value?"""
-    return isinstance(value, torch.Tensor | ShardedTensor | LocalChunk)
+    return isinstance(value, _TENSORS)
+
+
+# A tuple: to make the union of the three at each call would take longer than the test.
+_TENSORS = (torch.Tensor, ShardedTensor, LocalChunk)
 
 
 def extract(value: Any, *, in_place: bool = False) -> list[Local]:
@@ -114,12 +117,22 @@ def extract(value: Any, *, in_place: bool = False) -> list[Local]:
     tensor = local.tensor
     if not in_place and (tensor.is_conj() or tensor.is_neg()):
         # The memory of such a view does not hold its values.
-        return [replace(local, tensor=tensor.detach().resolve_conj().resolve_neg())]
+        return [msgspec.structs.replace(local, tensor=tensor.detach().resolve_conj().resolve_neg())]
     return [local]
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
     kind = type(tensor)
+    # Nearly every tensor, with as few questions as will do: of a dtype in the table none is quantized.
+    if (
+        (kind is torch.Tensor or kind is torch.nn.Parameter)
+        and tensor.is_cpu
+        and tensor.dtype in _STORABLE
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not _in_transform(tensor)
+    ):
+        return tensor
     # A subclass that dispatches operations itself holds more than its bytes, or none.
     if (
         kind is not torch.Tensor
@@ -135,12 +148,14 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError("a tensor on the meta device, which has no bytes")
     if tensor.is_nested:
         raise ValueError("a nested tensor")
-    if not dtypes.is_known(dtype_name(tensor.dtype)):
+    if tensor.dtype not in _STORABLE:
         raise ValueError(f"a tensor of dtype {tensor.dtype}")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _in_transform(tensor):
         raise ValueError("a tensor inside a function transform, such as vmap or grad")
     return tensor
 
+
+_in_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 _NO_DISPATCH = (
     torch.Tensor.__torch_dispatch__,

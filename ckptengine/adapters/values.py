@@ -114,7 +114,7 @@ class Encoder:
     def _dict(self, value: dict[Any, Any], depth: int) -> Node:
         self.opened(value, depth)
         node: Node
-        if all(type(key) is str and _is_text(key) for key in value) and TAG not in value:
+        if TAG not in value and all(type(key) is str and _is_text(key) for key in value):
             node = {}
             path = self.path
             for key, child in value.items():

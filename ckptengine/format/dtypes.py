@@ -6,6 +6,8 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 # name -> (bytes per element, safetensors code). torch.float4_e2m1fn_x2 packs two values in an element of one
 # byte; safetensors' F4 counts the values instead, so that its shape differs from torch's, and it is stored as
 # bytes here.
@@ -41,6 +43,11 @@ _DTYPES: dict[str, tuple[int, str | None]] = {
 }
 _BY_CODE = {code: name for name, (_, code) in _DTYPES.items() if code is not None}
 _MAX_ALIGNMENT = 16
+
+
+def names() -> Iterable[str]:
+    """All dtypes whose tensors can be stored."""
+    return _DTYPES.keys()
 
 
 def is_known(name: str) -> bool:

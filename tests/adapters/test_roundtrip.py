@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptengine.adapters.aliases import dense_stride
+from ckptengine.adapters.items import dense_stride
 from ckptengine.format import dtypes
 from tests.adapters.fake import Saved, bits, same
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptengine.adapters.aliases import dense_stride
+from ckptengine.adapters.items import dense_stride
 from ckptengine.adapters.leaves import same_strides
 from ckptengine.adapters.objects import is_stateful
 from ckptengine.adapters.tensors import LocalChunk
