@@ -28,6 +28,7 @@ from ckptengine.errors import (
 from ckptengine.format.dtypes import is_known
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.names import MANIFEST_NAME
+from ckptengine.read.plan import BlockRead
 from ckptengine.read.reader import ShardReader
 from ckptengine.reader_api import CheckpointReader, open_checkpoint
 from ckptengine.storage.posix import PosixStore
@@ -78,13 +79,13 @@ def save(root: Path, *states: Any, allow_pickle: bool = False, **options: Any) -
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(rank, block) of every block read, as it happens."""
     seen: list[tuple[int, int]] = []
-    original = ShardReader.load
+    original = ShardReader.read
 
-    def load(self: ShardReader, block: int, buffers: Any) -> Any:
-        seen.append((self.header.rank, block))
-        return original(self, block, buffers)
+    def read(self: ShardReader, read: BlockRead, buffers: Any, *, keep: bool = False) -> bool:
+        seen.append((self.header.rank, read.block))
+        return original(self, read, buffers, keep=keep)
 
-    monkeypatch.setattr(ShardReader, "load", load)
+    monkeypatch.setattr(ShardReader, "read", read)
     return seen
 
 

@@ -466,10 +466,13 @@ class _FailingReader:
     def size(self) -> int:
         return self._file.size
 
-    def pread_into(self, offset: int, out: memoryview) -> ReadSource:
+    def source(self, offset: int, nbytes: int) -> ReadSource:
+        return self._file.source(offset, nbytes)
+
+    def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         if offset:
             self._fail()
-        return self._file.pread_into(offset, out)
+        return self._file.pread_into(offset, out, source)
 
     def close(self) -> None:
         self._file.close()

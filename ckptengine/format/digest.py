@@ -9,6 +9,9 @@ import xxhash
 
 DIGEST_NBYTES = 16
 
+Hasher = xxhash.xxh3_128
+"""The same digest of bytes that come in pieces: `update` with each, then `digest()`."""
+
 _HEX = frozenset("0123456789abcdef")
 
 

@@ -1,8 +1,9 @@
 """How are a shard's bytes read, checked and delivered, as fast as the storage gives them?
 
-Each of a few threads takes the next block of the plan, reads it into a page-aligned buffer of its own,
-digests it while it is hot in cache, and only then scatters it into the destinations: no byte is delivered
-that was not checked. What a failed read has delivered before the damaged block was met stays where it went.
+Each of a few threads takes the next block of the plan and reads, digests and delivers it. A raw block is
+delivered while it is read (`read.raw_block`), a compressed one when it has passed its check. So a read that
+ends well has checked every byte it delivered; one that fails may have delivered some of a damaged block, and
+leaves that where it went.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from ckptengine.format.blocks import stored_offsets
 from ckptengine.format.digest import digest
 from ckptengine.format.limits import PAGE, round_up
 from ckptengine.format.shard import ShardHeader
+from ckptengine.read import raw_block
 from ckptengine.read.damage import Damage, touched
 from ckptengine.read.plan import BlockRead, Destination, plan_reads
 from ckptengine.read.threads import in_threads
 from ckptengine.storage.direct import AlignedBuffer
-from ckptengine.storage.store import BlockReader, Store
+from ckptengine.storage.store import BlockReader, ReadSource, Store
 
 MAX_POOL_NBYTES = 256 << 20
 """All buffers of one read together; with larger blocks fewer threads read, but always one."""
@@ -63,16 +65,17 @@ def read_shard(
     *,
     threads: int = 4,
     progress: Progress | None = None,
+    verify: bool = True,
 ) -> ReadStats:
     """Delivers ranges of a shard's data section into memory.
 
     `header` must have passed `open_header`. The destinations' memory must stay valid and writable until this
     returns. Raises CorruptCheckpointError at the first damaged block (path, rank, offset in the file, tensors
     it holds) and StorageError where the file system fails; the other threads stop after the block they are
-    at.
+    at, and the destinations may hold any bytes. verify: False does not check the blocks' digests.
     """
     reads = plan_reads(header.blocks, destinations)
-    with ShardReader(store, path, header) as shard:
+    with ShardReader(store, path, header, verify=verify) as shard:
         return shard.deliver(reads, threads=threads, progress=progress)
 
 
@@ -88,7 +91,7 @@ def find_damage(
 
         def check(block: int, buffers: Buffers) -> None:
             try:
-                shard.load(block, buffers)
+                shard.read(BlockRead(block, ()), buffers)
             except BlockDamagedError as error:
                 found.append(error.damage)
             except StorageError as error:
@@ -114,7 +117,7 @@ class BlockDamagedError(Exception):
 
 
 class Buffers:
-    """One thread's memory for one block, and for its compressed form where there is one."""
+    """One thread's memory: for a piece of a raw block, or for a whole block and its compressed form."""
 
     def __init__(self, nbytes: int, stored_nbytes: int) -> None:
         self.plain = AlignedBuffer(nbytes)
@@ -125,8 +128,9 @@ class ShardReader:
     """An open shard whose blocks are read and checked. Thread-safe, as long as each thread brings its own
     buffers."""
 
-    def __init__(self, store: Store, path: str, header: ShardHeader) -> None:
+    def __init__(self, store: Store, path: str, header: ShardHeader, *, verify: bool = True) -> None:
         self.path = path
+        self._verify = verify
         self.header = header
         self._blocks = header.blocks
         self._stored = header.stored_nbytes
@@ -155,9 +159,9 @@ class ShardReader:
             return self.header.header_nbytes + start, stop - start
         return self.header.header_nbytes + self._offsets[block], self._stored[block]
 
-    def buffers_for(self, blocks: Sequence[int]) -> Buffers:
-        """Buffers that fit each of the blocks."""
-        sizes = self._buffer_sizes(blocks)
+    def buffers_for(self, blocks: Sequence[int], *, keep: bool = False) -> Buffers:
+        """Buffers that fit each of the blocks; with `keep`, whole."""
+        sizes = self._buffer_sizes(blocks, keep)
         try:
             return Buffers(*sizes)
         except (MemoryError, OverflowError, OSError):
@@ -181,53 +185,71 @@ class ShardReader:
         each = sum(self._buffer_sizes(blocks))
         return max(1, min(threads, MAX_POOL_NBYTES // max(1, each)))
 
-    def _buffer_sizes(self, blocks: Sequence[int]) -> tuple[int, int]:
+    def _buffer_sizes(self, blocks: Sequence[int], keep: bool = False) -> tuple[int, int]:
         plain = stored = 0
         for block in blocks:
             start, stop = self._blocks.span(block)
-            plain = max(plain, stop - start)
             length = self.extent(block)[1]
+            if length == stop - start and not keep:
+                plain = max(plain, raw_block.buffer_nbytes(length))
+            else:
+                plain = max(plain, stop - start)
             if length != stop - start:
                 stored = max(stored, round_up(length, PAGE))
         return plain, stored
 
-    def load(self, block: int, buffers: Buffers) -> tuple[memoryview, bool]:
-        """Reads one block and checks it: its bytes, in `buffers`, and whether the page cache had them.
+    def read(self, read: BlockRead, buffers: Buffers, *, keep: bool = False) -> bool:
+        """Reads one block, makes its copies and checks it. Returns whether the page cache had it. With `keep`
+        it makes no copies, and the whole block is in the buffer afterwards.
 
-        Raises BlockDamagedError, or StorageError.
+        Raises BlockDamagedError, or StorageError; of a raw block, parts may have been delivered then.
         """
+        block = read.block
         start, stop = self._blocks.span(block)
         offset, length = self.extent(block)
         if offset + round_up(length, PAGE) > self._file.size:
             raise BlockDamagedError(
                 self.damage(block, f"the file ends at byte {self._file.size}, before the block does")
             )
-        plain = buffers.plain.view[: stop - start]
         try:
             if length == stop - start:
-                source = self._file.pread_into(offset, plain)
+                found, source = raw_block.deliver(
+                    self._file, offset, length, read.copies, buffers.plain, verify=self._verify, keep=keep
+                )
+                self._check(block, found)
             else:
-                assert buffers.stored is not None
-                stored = buffers.stored.view[: round_up(length, PAGE)]
-                source = self._file.pread_into(offset, stored)
-                if bytes(stored[length:]).strip(b"\0"):
-                    raise BlockDamagedError(self.damage(block, "the padding after it is not zero"))
-                try:
-                    zstd.decompress_into(stored[:length], plain)
-                except ValueError as error:
-                    raise BlockDamagedError(self.damage(block, f"it does not decompress: {error}")) from None
+                plain, source = self._decompress(block, buffers)
+                self._check(block, digest(plain) if self._verify else None)
+                scatter(read, buffers.plain.address)
         except CheckpointError as error:
             self._set_rank(error)
             raise
-        if digest(plain) != self.header.block_digest(block):
+        return source == "cache"
+
+    def _decompress(self, block: int, buffers: Buffers) -> tuple[memoryview, ReadSource]:
+        start, stop = self._blocks.span(block)
+        offset, length = self.extent(block)
+        plain = buffers.plain.view[: stop - start]
+        assert buffers.stored is not None
+        stored = buffers.stored.view[: round_up(length, PAGE)]
+        source = self._file.pread_into(offset, stored)
+        if bytes(stored[length:]).strip(b"\0"):
+            raise BlockDamagedError(self.damage(block, "the padding after it is not zero"))
+        try:
+            zstd.decompress_into(stored[:length], plain)
+        except ValueError as error:
+            raise BlockDamagedError(self.damage(block, f"it does not decompress: {error}")) from None
+        return plain, source
+
+    def _check(self, block: int, found: bytes | None) -> None:
+        if found is not None and found != self.header.block_digest(block):
             raise BlockDamagedError(self.damage(block, "its digest differs from the header's"))
-        return plain, source == "cache"
 
     def load_alone(self, block: int) -> AlignedBuffer:
         """One block, checked, in a buffer for the caller to keep. Raises what `deliver` raises."""
-        buffers = self.buffers_for([block])
+        buffers = self.buffers_for([block], keep=True)
         try:
-            self.load(block, buffers)
+            self.read(BlockRead(block, ()), buffers, keep=True)
         except BlockDamagedError as error:
             raise error.damage.error() from None
         return buffers.plain
@@ -243,10 +265,9 @@ class ShardReader:
         def step(read: BlockRead, buffers: Buffers) -> None:
             nonlocal nbytes_read, nbytes_delivered, from_cache
             try:
-                _, cached = self.load(read.block, buffers)
+                cached = self.read(read, buffers)
             except BlockDamagedError as error:
                 raise error.damage.error() from None
-            scatter(read, buffers.plain.address)
             nbytes = round_up(self.extent(read.block)[1], PAGE)
             with lock:
                 nbytes_read += nbytes

@@ -189,22 +189,36 @@ class PosixReader:
     def size(self) -> int:
         return self._size
 
-    def pread_into(self, offset: int, out: memoryview) -> ReadSource:
-        if not self._files.enter():
-            raise StorageError("the file is closed", errno=errno.EBADF, path=self._path, offset=offset)
+    def source(self, offset: int, nbytes: int) -> ReadSource:
+        self._enter(offset)
         try:
-            return self._read(offset, out if out.format == "B" and out.ndim == 1 else out.cast("B"))
+            return self._source(offset, nbytes)
         finally:
             self._files.leave()
 
-    def _read(self, offset: int, out: memoryview) -> ReadSource:
-        cached = self._residency.cached(offset, out.nbytes)
-        source: ReadSource = "cache" if cached else "direct"
+    def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
+        self._enter(offset)
+        try:
+            out = out if out.format == "B" and out.ndim == 1 else out.cast("B")
+            return self._read(offset, out, source or self._source(offset, out.nbytes))
+        finally:
+            self._files.leave()
+
+    def _enter(self, offset: int) -> None:
+        if not self._files.enter():
+            raise StorageError("the file is closed", errno=errno.EBADF, path=self._path, offset=offset)
+
+    def _source(self, offset: int, nbytes: int) -> ReadSource:
+        if self._residency.cached(offset, nbytes):
+            return "cache"
+        return "direct" if self._files.direct.open() >= 0 else "buffered"
+
+    def _read(self, offset: int, out: memoryview, source: ReadSource) -> ReadSource:
         direct = self._files.direct
         wanted, start = out.nbytes, offset
         while out.nbytes:
-            fd = -1 if cached else direct.for_transfer(offset, out)
-            if fd < 0 and not cached:
+            fd = direct.for_transfer(offset, out) if source == "direct" else -1
+            if fd < 0 and source == "direct":
                 source = "buffered"
             try:
                 n = os.preadv(fd if fd >= 0 else self._files.fd, [out], offset)

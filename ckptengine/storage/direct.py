@@ -21,6 +21,7 @@ from ckptengine.storage.linux import address_of, direct_io_alignment
 DirectMode = Literal["auto", "on", "off"]
 
 PAGE = 4096
+HUGE_PAGE = 2 << 20
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _DEMANDED = 'direct_io="on" was asked for; use "auto" to go through the page cache here'
 
@@ -110,32 +111,41 @@ class DirectFile:
 
 
 class AlignedBuffer:
-    """Page-aligned private memory to read into, made once and reused.
+    """Page-aligned private memory for transfers, made once and reused.
 
-    `view` is the whole of it, `address` its first byte. `huge=False` asks for 4 KiB pages: direct reads into
-    transparent huge pages ran at half the rate. `close()` gives the memory back once the last view taken from
-    it is gone; unmapping it under a view would crash whoever still reads there.
+    `view` is the whole of it, `address` its first byte. Huge pages are asked for: a direct transfer is handed
+    to the device in physically contiguous segments, and some devices work segment by segment. On a virtual
+    disk, transfers from and to scattered 4 KiB pages ran at 1.0 GiB/s, from and to huge pages at 2.6, to
+    huge pages addressed 4 KiB here and there at 1.0 again. `close()` gives the memory back once the last view
+    taken from it is gone; unmapping it under a view would crash whoever still reads there.
     """
 
-    __slots__ = ("_map", "address", "nbytes")
+    __slots__ = ("_map", "_start", "address", "nbytes")
 
-    def __init__(self, nbytes: int, *, huge: bool = False) -> None:
+    def __init__(self, nbytes: int) -> None:
         if nbytes < 1:
             raise ValueError(f"a buffer needs at least one byte, not {nbytes}")
         self.nbytes = nbytes
-        self._map: mmap.mmap | None = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        try:
-            self._map.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-        except OSError:  # a kernel without transparent huge pages: nothing to ask for
-            pass
-        self.address = address_of(memoryview(self._map))
+        # Only a whole, aligned huge page can be one; what lies around it is never touched and costs nothing.
+        slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
+        self._map: mmap.mmap | None = mmap.mmap(
+            -1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        if slack:
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # a kernel without transparent huge pages: nothing to ask for
+                pass
+        address = address_of(memoryview(self._map))
+        self._start = -address % HUGE_PAGE if slack else 0
+        self.address = address + self._start
 
     @property
     def view(self) -> memoryview:
         """All of the memory, writable."""
         if self._map is None:
             raise ValueError("the buffer is closed")
-        return memoryview(self._map)
+        return memoryview(self._map)[self._start : self._start + self.nbytes]
 
     def close(self) -> None:
         """Forget the memory; it is unmapped with the last view. Idempotent."""

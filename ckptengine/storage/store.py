@@ -86,8 +86,17 @@ class BlockReader(Protocol):
         """Bytes in the file when it was opened."""
         ...
 
-    def pread_into(self, offset: int, out: memoryview) -> ReadSource:
-        """Fill all of `out` from `offset`, or raise; a file that ends earlier is a `StorageError`."""
+    def source(self, offset: int, nbytes: int) -> ReadSource:
+        """Where a read of this range would be served from now, given aligned memory where that matters.
+
+        For a caller that then reads the range in pieces: asking costs as much as reading a small piece."""
+        ...
+
+    def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
+        """Fill all of `out` from `offset`, or raise; a file that ends earlier is a `StorageError`.
+
+        source: what `source` said of a range around this one; by default this one is asked about. Returns
+        where the bytes came from."""
         ...
 
     def close(self) -> None:

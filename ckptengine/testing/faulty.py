@@ -251,15 +251,20 @@ class _FaultyReader:
     def size(self) -> int:
         return self._inner.size
 
-    def pread_into(self, offset: int, out: memoryview) -> ReadSource:
+    def source(self, offset: int, nbytes: int) -> ReadSource:
+        return self._inner.source(offset, nbytes)
+
+    def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         fault = self._store._due("pread_into", f"{self._path} at {offset}, {out.nbytes} bytes")
         if fault == "bit flip":
-            source = self._inner.pread_into(offset, out)
+            found = self._inner.pread_into(offset, out, source)
             self._store._flip(out.cast("B"))
-            return source
+            return found
         if fault == "short read":
-            self._inner.pread_into(offset, out.cast("B")[: self._store._part(out.nbytes)])
-        return self._store._do(fault, self._path, "pread_into", lambda: self._inner.pread_into(offset, out))
+            self._inner.pread_into(offset, out.cast("B")[: self._store._part(out.nbytes)], source)
+        return self._store._do(
+            fault, self._path, "pread_into", lambda: self._inner.pread_into(offset, out, source)
+        )
 
     def close(self) -> None:
         self._inner.close()

@@ -328,7 +328,10 @@ class _Reader:
         self._open = True
         self.size = len(file.data)
 
-    def pread_into(self, offset: int, out: memoryview) -> ReadSource:
+    def source(self, offset: int, nbytes: int) -> ReadSource:
+        return "cache"
+
+    def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         with self._store._running():
             if not self._open:
                 raise StorageError("the file is closed", errno=errno.EBADF, path=self._path)

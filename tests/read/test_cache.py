@@ -7,8 +7,8 @@ import pytest
 
 from ckptengine.errors import CorruptCheckpointError
 from ckptengine.read.cache import BlockCache
-from ckptengine.read.plan import Destination
-from ckptengine.read.reader import ShardReader
+from ckptengine.read.plan import BlockRead, Destination
+from ckptengine.read.reader import Buffers, ShardReader
 from ckptengine.storage.posix import PosixStore
 from tests.helpers.checkpoints import RankContent, Tensor, flip, shard_bytes
 
@@ -24,13 +24,13 @@ class Reads:
         self.file = folder / "shard"
         self.file.write_bytes(content)
         self.blocks: list[int] = []
-        original = ShardReader.load
+        original = ShardReader.read
 
-        def load(shard: ShardReader, block: int, buffers: object) -> object:
-            self.blocks.append(block)
-            return original(shard, block, buffers)  # type: ignore[arg-type]
+        def read(shard: ShardReader, read: BlockRead, buffers: Buffers, *, keep: bool = False) -> bool:
+            self.blocks.append(read.block)
+            return original(shard, read, buffers, keep=keep)
 
-        monkeypatch.setattr(ShardReader, "load", load)
+        monkeypatch.setattr(ShardReader, "read", read)
 
     def get(self, cache: BlockCache, *spans: tuple[int, int]) -> list[int]:
         """Reads spans of the data section; returns the blocks it took from the file."""

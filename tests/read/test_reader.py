@@ -100,7 +100,8 @@ def test_a_damaged_block_is_named_with_its_tensors(shard: Shard) -> None:
     assert "small.0, small.1, small.2, small.3 and 37 more" in str(error)
 
 
-def test_damage_delivers_nothing_of_its_block(shard: Shard) -> None:
+def test_damage_delivers_nothing_of_a_compressed_block(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, "zstd")
     flip(shard.file, shard.offset(shard.block_of("small.0")))
     made, where = shard.targets(["small.0"])
     with pytest.raises(CorruptCheckpointError, match=r"small\.0"):
@@ -180,13 +181,16 @@ class _FailingReader:
     def size(self) -> int:
         return self._inner.size
 
-    def pread_into(self, offset: int, out: memoryview) -> ReadSource:
+    def source(self, offset: int, nbytes: int) -> ReadSource:
+        return self._inner.source(offset, nbytes)
+
+    def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         with self._store.lock:
             self._store.reads += 1
             failing = self._store.reads > self._store.after
         if failing:
             raise StorageError("could not read: Input/output error", errno=5, path="shard")
-        return self._inner.pread_into(offset, out)
+        return self._inner.pread_into(offset, out, source)
 
     def close(self) -> None:
         self._inner.close()
