@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -37,6 +37,7 @@ from ckptengine.read.reader import ShardReader
 from ckptengine.read.selection import select
 from ckptengine.read.shards import open_header, shard_path
 from ckptengine.read.step import held_manifest
+from ckptengine.read.tensors import StepTensors
 from ckptengine.read.threads import in_threads
 from ckptengine.read.world import Piece
 from ckptengine.storage.posix import PosixStore
@@ -76,7 +77,8 @@ class CheckpointReader:
         self._cache = BlockCache(CACHE_NBYTES)
         self._lock = threading.Lock()
         self._headers: dict[int, ShardHeader] = {}
-        self._located: dict[str, list[Piece]] | None = None
+        self._tensors: StepTensors | None = None
+        self._own: dict[int, dict[str, list[Piece]]] = {}
         self._merged: _MergedTree | None = None
         with ExitStack() as stack:
             self.manifest: Manifest = stack.enter_context(held_manifest(store, step_path))
@@ -120,7 +122,7 @@ class CheckpointReader:
     def keys(self) -> list[str]:
         """The names of all ranks' tensors, sorted."""
         with self._reading():
-            return sorted(self._locate())
+            return self._located().names()
 
     def where(self, fqn: str) -> list[tuple[int, Chunk, int, int]]:
         """Who holds a tensor: (rank, chunk, start, stop), where start and stop are bytes of that shard's data
@@ -138,7 +140,9 @@ class CheckpointReader:
         with self._reading():
             request = Request()
             if rank is None:
-                tensor = request.whole(self._covering(fqn))
+                pieces = self._covering(fqn)
+                tensor = request.whole(pieces)
+                self._confirm(fqn, pieces, request.destinations)
                 self._deliver(request)
                 return tensor
             header = self._header(self._checked(rank))
@@ -239,20 +243,36 @@ class CheckpointReader:
         )
         return [self._headers[rank] for rank in ranks]
 
-    def _locate(self) -> dict[str, list[Piece]]:
+    def _located(self) -> StepTensors:
         with self._lock:
-            if self._located is None:
-                headers = self._all_headers()
-                hidden = {name for header in headers for name in _hidden(header)}
-                found = world.locate(headers)
-                self._located = {name: pieces for name, pieces in found.items() if name not in hidden}
-            return self._located
+            if self._tensors is None:
+                self._tensors = StepTensors(self._store, self.path, self.manifest, self._all_headers)
+            return self._tensors
 
     def _pieces(self, fqn: str) -> list[Piece]:
-        located = self._locate()
-        if fqn not in located:
-            raise _unknown(fqn, list(located), "tensor")
-        return located[fqn]
+        located = self._located()
+        pieces = located.pieces(fqn)
+        if not pieces:
+            raise _unknown(fqn, located.names(), "tensor")
+        return pieces
+
+    def _confirm(self, fqn: str, pieces: Iterable[Piece], ranks: Iterable[int]) -> None:
+        """Do the headers of the ranks that are read from say the same of these pieces as INDEX did?"""
+        if not self._located().is_indexed(fqn):
+            return
+        for rank in ranks:
+            if rank not in self._own:
+                self._own[rank] = world.locate([self._header(rank)])
+            own = self._own[rank].get(fqn, ())
+            for piece in pieces:
+                if piece.rank == rank and piece not in own:
+                    raise CorruptCheckpointError(
+                        "INDEX and the shard's header contradict each other",
+                        path=shard_path(self.path, self.manifest.shards[rank]),
+                        rank=rank,
+                        fqn=fqn,
+                        hint="run `ckpt verify`; without the INDEX file the headers alone are read",
+                    )
 
     def _covering(self, fqn: str) -> list[Piece]:
         """The pieces that make up a tensor; CorruptCheckpointError if they do not."""
@@ -353,6 +373,7 @@ class TensorSlice:
         with self._reader._reading():
             request = Request()
             selected = request.part(self._pieces, selection)
+            self._reader._confirm(self.fqn, self._pieces, request.destinations)
             self._reader._deliver(request)
             return selected()
 
@@ -387,14 +408,6 @@ def _stored_fqns(header: ShardHeader) -> dict[str, str]:
     """For each entry of a shard, in leaf order, the name of the tensor that it is, or is a part of."""
     fqns = {entry.name: world.tensor_name(entry.name, entry.chunk) for entry in header.tensors}
     return fqns | {view.name: world.tensor_name(view.name, view.chunk) for view in header.views}
-
-
-def _hidden(header: ShardHeader) -> set[str]:
-    """Stored tensors that are no leaf: the memory that several views share."""
-    if not header.views:
-        return set()
-    used = set(leaves(header.tree))
-    return {entry.name for i, entry in enumerate(header.tensors) if i not in used}
 
 
 def _key_text(key: Any) -> str:

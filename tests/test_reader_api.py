@@ -28,6 +28,7 @@ from ckptengine.errors import (
 from ckptengine.format.dtypes import is_known
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.names import MANIFEST_NAME
+from ckptengine.read import tensors
 from ckptengine.read.plan import BlockRead
 from ckptengine.read.reader import ShardReader
 from ckptengine.reader_api import CheckpointReader, open_checkpoint
@@ -47,13 +48,13 @@ PAGE = 4096
 def content_of(state: Any, *, allow_pickle: bool = False) -> RankContent:
     """What a rank stores of a real state."""
     flat = flatten(state, allow_pickle=allow_pickle)
-    tensors = []
+    stored = []
     for item in flat.items:
         data = item.source
         if isinstance(data, torch.Tensor):
             data = data.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         array = np.frombuffer(data, np.uint8)
-        tensors.append(
+        stored.append(
             Tensor(
                 item.name,
                 array,
@@ -66,13 +67,21 @@ def content_of(state: Any, *, allow_pickle: bool = False) -> RankContent:
                 item.descr,
             )
         )
-    return RankContent(tensors, flat.views, flat.replicas, tree=flat.tree)
+    return RankContent(stored, flat.views, flat.replicas, tree=flat.tree)
 
 
 def save(root: Path, *states: Any, allow_pickle: bool = False, **options: Any) -> Path:
     """A checkpoint of one state per rank."""
     contents = [content_of(state, allow_pickle=allow_pickle) for state in states]
     return write_checkpoint(root, 1, ranks=len(states), content=lambda rank, ranks: contents[rank], **options)
+
+
+@pytest.fixture(scope="module", params=["headers", "index"], autouse=True)
+def _source(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything is to be the same, whether INDEX is made use of or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "HEADERS_UP_TO_NBYTES", 0 if request.param == "index" else 1 << 40)
+        yield
 
 
 @pytest.fixture

@@ -5,25 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ckptengine.catalog.catalog import read_manifest, resolve
 from ckptengine.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from ckptengine.format.digest import hexdigest
 from ckptengine.format.entries import ShardHeader, TensorEntry, ViewEntry
-from ckptengine.format.limits import MAX_INDEX_NBYTES
-from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME
+from ckptengine.format.names import MANIFEST_NAME
 from ckptengine.format.shard import PREFIX_NBYTES, decode_header, header_nbytes
 from ckptengine.read.shards import open_header, shard_path
-from ckptengine.read.world import Piece, locate
+from ckptengine.read.tensors import HeaderTensors, StepTensors, Tensors
+from ckptengine.read.world import Piece
 
 if TYPE_CHECKING:
-    from ckptengine.format.index import Index
     from ckptengine.format.manifest import Manifest
     from ckptengine.storage.store import Store
-
-HEADERS_UP_TO_NBYTES = 4 << 20
-"""All headers together of this size are read sooner than numpy, which the INDEX needs, is imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +45,6 @@ class Row:
         if self.entry is not None and self.entry.placement is not None:
             return self.entry.placement
         return "flat" if self.pieces and self.pieces[0].chunk.flat_of is not None else None
-
-
-class Tensors(Protocol):
-    """The tensors by name: from the headers, or from the INDEX."""
-
-    def names(self) -> Sequence[str]: ...
-
-    def pieces(self, name: str) -> Sequence[Piece]:
-        """Empty for a name that is not there."""
-        ...
 
 
 @dataclass
@@ -123,11 +109,9 @@ def open_contents(store: Store, path: str) -> Contents:
     _, step_path = resolve(store, path)
     manifest = read_manifest(store, step_path)
     header = _HeadersOnDemand(store, step_path, manifest)
-    tensors: Tensors | None = None
-    if sum(ref.header_nbytes for ref in manifest.shards) > HEADERS_UP_TO_NBYTES:
-        tensors = _tensors_of_index(store, step_path, manifest)
-    if tensors is None:
-        tensors = _FromHeaders([header(rank) for rank in range(manifest.world_size)])
+    tensors = StepTensors(
+        store, step_path, manifest, lambda: [header(rank) for rank in range(manifest.world_size)]
+    )
     return Contents(step_path, step_path, manifest, None, tensors, header)
 
 
@@ -162,48 +146,6 @@ class _HeadersOnDemand:
         return self._headers[rank]
 
 
-class _FromHeaders:
-    def __init__(self, headers: Sequence[ShardHeader]) -> None:
-        self._pieces = locate(headers)
-
-    def names(self) -> Sequence[str]:
-        return sorted(self._pieces)
-
-    def pieces(self, name: str) -> Sequence[Piece]:
-        return self._pieces.get(name, ())
-
-
-class _FromIndex:
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    def names(self) -> Sequence[str]:
-        return self._index.names()
-
-    def pieces(self, name: str) -> Sequence[Piece]:
-        if name not in self._index:
-            return ()
-        dtype = self._index.info(name)[0]
-        return [
-            Piece(found.rank, dtype, found.chunk, found.start, found.stop, not found.chunk.is_whole)
-            for found in self._index.chunks(name)
-        ]
-
-
-def _tensors_of_index(store: Store, step_path: str, manifest: Manifest) -> Tensors | None:
-    """None where the headers have to be asked instead: the INDEX is only a copy of what they say."""
-    from ckptengine.format.index import decode_index
-
-    ref = manifest.index
-    path = os.path.join(step_path, INDEX_NAME)
-    try:
-        data = store.read(path, limit=MAX_INDEX_NBYTES) if ref is not None else b""
-        intact = ref is not None and hexdigest(data) == ref.digest
-        return _FromIndex(decode_index(data, path=path)) if intact else None
-    except (CheckpointError, FileNotFoundError):
-        return None
-
-
 def _open_shard(store: Store, path: str) -> Contents:
     with store.open(path) as file:
         prefix = bytearray(min(PREFIX_NBYTES, file.size))
@@ -218,7 +160,7 @@ def _open_shard(store: Store, path: str) -> Contents:
         header = decode_header(bytes(data), path=path, file_nbytes=file.size)
     step_path = os.path.dirname(os.path.dirname(os.path.abspath(path)))
     manifest = _commit_of(store, step_path, path, hexdigest(data))
-    return Contents(path, step_path, manifest, header, _FromHeaders([header]), lambda rank: header)
+    return Contents(path, step_path, manifest, header, HeaderTensors([header]), lambda rank: header)
 
 
 def _commit_of(store: Store, step_path: str, path: str, header_digest: str) -> Manifest | None:

@@ -105,10 +105,10 @@ def _count_dtypes(contents: Contents) -> dict[str, tuple[int, int]]:
     counts: dict[str, int] = defaultdict(int)
     sizes: dict[str, int] = defaultdict(int)
     for name in contents.tensors.names():
-        pieces = contents.tensors.pieces(name)
-        counts[pieces[0].dtype] += 1
-        for piece in pieces:
-            sizes[piece.dtype] += piece.stop - piece.start
+        found = contents.tensors.nbytes(name)
+        counts[next(iter(found))] += 1
+        for dtype, nbytes in found.items():
+            sizes[dtype] += nbytes
     order = sorted(sizes, key=lambda dtype: (-sizes[dtype], dtype))
     return {dtype: (counts[dtype], sizes[dtype]) for dtype in order}
 

@@ -8,7 +8,6 @@ tensor.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -32,19 +31,13 @@ Sizes: TypeAlias = "tuple[int, ...]"
 Info: TypeAlias = "tuple[str, Sizes, Sizes | None]"
 """A tensor's dtype, global shape, and `flat_of`: what its chunks have in common."""
 
-SHARDED = 1
-"""Flag of a chunk of which its rank said where in a global tensor it is, also if it is all of it."""
-
-HIDDEN = 2
-"""Flag of a tensor that is nothing in the state but the memory that several views share."""
-
 Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 
 
 class IndexContent(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The msgpack of INDEX: lists parallel to `names`, then columns, one row for each stored chunk.
 
-    flags and partial came later: where they are None, the headers know more than this index.
+    The last three came later: where they are None, the headers know more than this index.
     """
 
     attempt: str
@@ -59,22 +52,24 @@ class IndexContent(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     shape: bytes
     start: bytes
     stop: bytes
-    flags: bytes | None = None
+    sharded: bytes | None = None
+    hidden: list[str] | None = None
     partial: list[str] | None = None
 
 
-_COLUMNS = ("ndim", "offsets", "shape", "start", "stop", "flags")
+_COLUMNS = ("ndim", "offsets", "shape", "start", "stop", "sharded")
 
-_Row: TypeAlias = "tuple[str, Info, int, Sizes, Sizes, int, int, int]"
+_Row: TypeAlias = "tuple[str, Info, int, Sizes, Sizes, int, int, bool]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardColumns:
     """One shard's tensors, then its views in C order.
 
-    names, infos, ndim, start, stop and flags have an item for each; offsets and shape as many as ndim says.
-    skipped: the views in any other order, which have no place in columns. replicas: tensors whose bytes
-    another rank holds.
+    names, infos, ndim, start, stop and sharded have an item for each; offsets and shape as many as ndim says.
+    sharded: the rank said which part of a global tensor it is, if only all of it. hidden: tensors that are no
+    leaf of the state, but the memory that several views share. skipped: the views in any other order, which
+    have no place in columns. replicas: tensors whose bytes another rank holds.
     """
 
     attempt: str
@@ -86,23 +81,23 @@ class ShardColumns:
     shape: NDArray[np.int64]
     start: NDArray[np.uint64]
     stop: NDArray[np.uint64]
-    flags: NDArray[np.uint8]
+    sharded: NDArray[np.bool_]
+    hidden: list[str]
     skipped: list[str]
     replicas: list[str]
 
 
-def hidden_tensors(header: ShardHeader) -> set[str]:
+def hidden_tensors(header: ShardHeader) -> list[str]:
     """Stored tensors that are no leaf of the state: the memory that several views share."""
     bases = {view.of for view in header.views}
     if not bases:
-        return bases
+        return []
     used = set(leaves(header.tree))
-    return bases.difference(entry.name for number, entry in enumerate(header.tensors) if number in used)
+    return [entry.name for i, entry in enumerate(header.tensors) if entry.name in bases and i not in used]
 
 
 def columns_of(header: ShardHeader) -> ShardColumns:
     """The columns of a decoded header. Large values (`kind`) are no tensors."""
-    hidden = hidden_tensors(header)
     skipped: list[str] = []
 
     def rows() -> Iterator[_Row]:
@@ -111,13 +106,12 @@ def columns_of(header: ShardHeader) -> ShardColumns:
             starts[entry.name] = entry.start
             if entry.kind is not None:
                 continue
-            chunk, flags = entry.chunk, HIDDEN if entry.name in hidden else 0
+            chunk = entry.chunk
             if chunk is None:
-                yield _whole(entry.name, entry.dtype, entry.shape, entry.start, entry.stop, flags)
+                yield _whole(entry.name, entry.dtype, entry.shape, entry.start, entry.stop)
             else:
                 info = (entry.dtype, chunk.global_shape, chunk.flat_of)
-                flags |= SHARDED
-                yield _part(entry.name, info, chunk.offsets, chunk.shape, entry.start, entry.stop, flags)
+                yield _part(entry.name, info, chunk.offsets, chunk.shape, entry.start, entry.stop)
         for view in header.views:
             # Only in C order are a view's bytes one range that reads like a stored tensor's.
             if not is_c_order(view.shape, view.stride):
@@ -126,12 +120,14 @@ def columns_of(header: ShardHeader) -> ShardColumns:
             start, chunk = starts[view.of] + view.byte_offset, view.chunk
             stop = start + view.extent_nbytes
             if chunk is None:
-                yield _whole(view.name, view.dtype, view.shape, start, stop, 0)
+                yield _whole(view.name, view.dtype, view.shape, start, stop)
             else:
                 info = (view.dtype, chunk.global_shape, chunk.flat_of)
-                yield _part(view.name, info, chunk.offsets, chunk.shape, start, stop, SHARDED)
+                yield _part(view.name, info, chunk.offsets, chunk.shape, start, stop)
 
-    return _columns(header.attempt, header.rank, rows(), skipped, list(header.replicas))
+    return _columns(
+        header.attempt, header.rank, rows(), hidden_tensors(header), skipped, list(header.replicas)
+    )
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -172,7 +168,6 @@ class _Shard(msgspec.Struct):
     rank: int
 
 
-_PREFIX = struct.Struct("<Q")
 _entries = msgspec.json.Decoder(dict[str, _Entry]).decode
 _extras = msgspec.json.Decoder(dict[str, _Extra]).decode
 _views = msgspec.json.Decoder(dict[str, _View]).decode
@@ -185,7 +180,7 @@ def scan_header(header: bytes | memoryview) -> ShardColumns:
     """
     view = memoryview(header)
     # A raw shard begins with the length of the JSON, a compressed one with eight bytes of its own before it.
-    at = 8 if len(view) == 8 + _PREFIX.unpack_from(view)[0] else 16
+    at = 8 if len(view) == 8 + int.from_bytes(view[:8], "little") else 16
     entries = _entries(view[at:])
     metadata = entries.pop(METADATA_KEY)
     shard = msgspec.json.decode(metadata.shard, type=_Shard)
@@ -194,23 +189,21 @@ def scan_header(header: bytes | memoryview) -> ShardColumns:
     skipped: list[str] = []
 
     def rows() -> Iterator[_Row]:
-        hidden = _hidden(entries, {view.of for view in views.values()}, metadata.tree) if views else ()
         for name, entry in entries.items():
             if name.startswith(PAD_PREFIX):
                 continue
             start, stop = entry.data_offsets
-            flags = HIDDEN if name in hidden else 0
             extra = extras.get(name)
             if extra is None:
-                yield _whole(name, dtypes.torch_name(entry.dtype), entry.shape, start, stop, flags)
+                yield _whole(name, dtypes.torch_name(entry.dtype), entry.shape, start, stop)
             elif extra.kind is None:
                 dtype = dtypes.torch_name(entry.dtype) if extra.dtype is None else extra.dtype
                 shape = entry.shape if extra.shape is None else extra.shape
                 if extra.global_shape is None:
-                    yield _whole(name, dtype, shape, start, stop, flags)
+                    yield _whole(name, dtype, shape, start, stop)
                 else:
                     info = (dtype, extra.global_shape, extra.flat_of)
-                    yield _part(name, info, extra.offsets, shape, start, stop, flags | SHARDED)
+                    yield _part(name, info, extra.offsets, shape, start, stop)
         for name, view in views.items():
             if not is_c_order(view.shape, view.stride):
                 skipped.append(name)
@@ -218,42 +211,48 @@ def scan_header(header: bytes | memoryview) -> ShardColumns:
             start = entries[view.of].data_offsets[0] + view.byte_offset
             stop = start + prod(view.shape) * dtypes.itemsize(view.dtype)
             if view.global_shape is None:
-                yield _whole(name, view.dtype, view.shape, start, stop, 0)
+                yield _whole(name, view.dtype, view.shape, start, stop)
             else:
                 info = (view.dtype, view.global_shape, view.flat_of)
-                yield _part(name, info, view.offsets, view.shape, start, stop, SHARDED)
+                yield _part(name, info, view.offsets, view.shape, start, stop)
 
+    hidden = _hidden(entries, {view.of for view in views.values()}, metadata.tree) if views else []
     replicas = list(msgspec.json.decode(metadata.replicas, type=dict[str, int]))
-    return _columns(shard.attempt, shard.rank, rows(), skipped, replicas)
+    return _columns(shard.attempt, shard.rank, rows(), hidden, skipped, replicas)
 
 
-def _hidden(entries: dict[str, _Entry], bases: set[str], tree: str) -> set[str]:
+def _hidden(entries: dict[str, _Entry], bases: set[str], tree: str) -> list[str]:
     """Those of the bases that are no leaf; their numbers are looked for in the tree's text.
 
     Inside a string quotes are escaped, so the text of a leaf is found nowhere but where a leaf is.
     """
     names = (name for name in entries if not name.startswith(PAD_PREFIX))
-    return {
+    return [
         name
         for number, name in enumerate(names)
         if name in bases and f'{{"{TAG}":"t","i":{number}}}' not in tree
-    }
+    ]
 
 
-def _whole(name: str, dtype: str, shape: Sizes, start: int, stop: int, flags: int) -> _Row:
-    return name, (dtype, shape, None), len(shape), (0,) * len(shape), shape, start, stop, flags
+def _whole(name: str, dtype: str, shape: Sizes, start: int, stop: int) -> _Row:
+    return name, (dtype, shape, None), len(shape), (0,) * len(shape), shape, start, stop, False
 
 
-def _part(name: str, info: Info, offsets: Sizes, shape: Sizes, start: int, stop: int, flags: int) -> _Row:
-    return name, info, len(shape), offsets, shape, start, stop, flags
+def _part(name: str, info: Info, offsets: Sizes, shape: Sizes, start: int, stop: int) -> _Row:
+    return name, info, len(shape), offsets, shape, start, stop, True
 
 
 def _columns(
-    attempt: str, rank: int, rows: Iterable[_Row], skipped: list[str], replicas: list[str]
+    attempt: str,
+    rank: int,
+    rows: Iterable[_Row],
+    hidden: list[str],
+    skipped: list[str],
+    replicas: list[str],
 ) -> ShardColumns:
     import numpy as np
 
-    names, infos, ndim, offsets, shape, start, stop, flags = tuple(zip(*rows, strict=True)) or ((),) * 8
+    names, infos, ndim, offsets, shape, start, stop, sharded = tuple(zip(*rows, strict=True)) or ((),) * 8
     return ShardColumns(
         attempt=attempt,
         rank=rank,
@@ -264,7 +263,8 @@ def _columns(
         shape=np.array([*chain.from_iterable(shape)], np.int64),
         start=np.array(start, np.uint64),
         stop=np.array(stop, np.uint64),
-        flags=np.array(flags, np.uint8),
+        sharded=np.array(sharded, np.bool_),
+        hidden=hidden,
         skipped=skipped,
         replicas=replicas,
     )
@@ -281,6 +281,7 @@ class IndexBuilder:
         self._attempts: set[str] = set()
         self._ranks: list[int] = []
         self._infos: dict[str, tuple[Info, int]] = {}
+        self._hidden: set[str] = set()
         self._partial: set[str] = set()
         self._replicas: set[str] = set()
         # For each shard its tensors' numbers, in the order in which `_infos` met them.
@@ -296,6 +297,7 @@ class IndexBuilder:
             raise ValueError(f"rank {shard.rank} comes after rank {self._ranks[-1]}")
         self._attempts.add(shard.attempt)
         self._ranks.append(shard.rank)
+        self._hidden.update(shard.hidden)
         self._partial.update(shard.skipped)
         self._replicas.update(shard.replicas)
         for name, columns in self._columns.items():
@@ -352,6 +354,7 @@ class IndexBuilder:
             shape=column["shape"][dims].astype("<i8", copy=False).tobytes(),
             start=column["start"][rows].astype("<u8", copy=False).tobytes(),
             stop=column["stop"][rows].astype("<u8", copy=False).tobytes(),
-            flags=column["flags"][rows].tobytes(),
+            sharded=column["sharded"][rows].tobytes(),
+            hidden=sorted(self._hidden),
             partial=sorted(self._partial),
         )

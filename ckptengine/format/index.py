@@ -18,8 +18,6 @@ import zstandard
 from ckptengine.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptengine.format import dtypes
 from ckptengine.format.columns import (
-    HIDDEN,
-    SHARDED,
     IndexBuilder,
     IndexContent,
     columns_of,
@@ -61,8 +59,8 @@ class Index:
 
     hidden: those that are nothing but the memory that several views share. partial: those of which the
     headers know
-    more: a rank's view that is not in C order, or a rank's tensor that is not like the lowest rank's. None
-    where the index does not tell, and `hidden` is then empty.
+    more: a rank's view that is not in C order, or a rank's tensor that is not like the lowest rank's. partial
+    is None for an index that does not tell either.
     """
 
     def __init__(self, content: IndexContent) -> None:
@@ -84,16 +82,12 @@ class Index:
         self._shape = np.frombuffer(content.shape, "<i8")
         self._start = np.frombuffer(content.start, "<u8")
         self._stop = np.frombuffer(content.stop, "<u8")
-        self._flags = None if content.flags is None else np.frombuffer(content.flags, "u1")
+        self._sharded = None if content.sharded is None else np.frombuffer(content.sharded, "u1")
         self._dims = np.concatenate(([0], np.cumsum(self._ndim, dtype=np.int64)))
         self._validate()
         self._rows = np.searchsorted(self._name, np.arange(len(self._names) + 1))
-        self.partial: frozenset[str] | None = None
-        self.hidden: frozenset[str] = frozenset()
-        if self._flags is not None and content.partial is not None:
-            self.partial = frozenset(content.partial)
-            concealed = np.unique(self._name[self._flags & HIDDEN != 0])
-            self.hidden = frozenset(self._names[number] for number in concealed.tolist())
+        self.hidden = frozenset(content.hidden or ())
+        self.partial = None if content.partial is None else frozenset(content.partial)
 
     def names(self) -> list[str]:
         """All tensors, sorted."""
@@ -109,6 +103,12 @@ class Index:
         """A tensor's dtype, global shape, and `flat_of` if it is flattened; `KeyError` if there is none."""
         return self._infos[self._numbers[name]]
 
+    def nbytes(self, name: str) -> int:
+        """Bytes of all stored chunks of a tensor; `KeyError` if there is none of that name."""
+        number = self._numbers[name]
+        rows = slice(int(self._rows[number]), int(self._rows[number + 1]))
+        return int((self._stop[rows] - self._start[rows]).sum())
+
     def chunks(self, name: str) -> list[IndexedChunk]:
         """The stored chunks of a tensor, by rank; `KeyError` if there is none of that name."""
         number = self._numbers[name]
@@ -122,10 +122,10 @@ class Index:
             Chunk(global_shape, tuple(offset), tuple(shape), flat_of)
             for offset, shape in zip(offsets, shapes, strict=True)
         ]
-        if self._flags is None:
+        if self._sharded is None:
             sharded = [not chunk.is_whole for chunk in chunks]
         else:
-            sharded = (self._flags[rows] & SHARDED != 0).tolist()
+            sharded = self._sharded[rows].astype(bool).tolist()
         ranks, starts, stops = (column[rows].tolist() for column in (self._rank, self._start, self._stop))
         columns = zip(ranks, chunks, starts, stops, sharded, strict=True)
         return [IndexedChunk(name, *values) for values in columns]
@@ -144,8 +144,8 @@ class Index:
         count = len(self._name)
         if any(len(column) != count for column in (self._rank, self._ndim, self._start, self._stop)):
             raise ValueError("columns differ in length")
-        if self._flags is not None and (len(self._flags) != count or np.any(self._flags > SHARDED | HIDDEN)):
-            raise ValueError("flags do not fit the chunks")
+        if self._sharded is not None and (len(self._sharded) != count or np.any(self._sharded > 1)):
+            raise ValueError("sharded does not say yes or no for each chunk")
         if len(self._offsets) != self._dims[-1] or len(self._shape) != self._dims[-1]:
             raise ValueError("offsets or shape do not fit ndim")
         if not count:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckptengine.cli import contents
 from ckptengine.cli.exit_codes import code_for
 from ckptengine.format.digest import hexdigest
 from ckptengine.format.manifest import IndexRef, decode_manifest
+from ckptengine.read import tensors
 from tests.cli.conftest import Outcome, Run
 from tests.format.abuse import ABUSE, COMPRESSED_ABUSE, Abuse
 from tests.helpers.checkpoints import rewrite_manifest, write_checkpoint
@@ -97,7 +97,7 @@ def test_malformed_manifests(ckpt: Run, tmp_path: Path, each: int) -> None:
 def test_a_malformed_index_is_found_and_done_without(
     ckpt: Run, tmp_path: Path, agreed: bool, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "HEADERS_UP_TO_NBYTES", 0)
+    monkeypatch.setattr(tensors, "HEADERS_UP_TO_NBYTES", 0)
     step = write_checkpoint(tmp_path, 1)
     path = step / "INDEX"
     # "own" differs between the ranks, which only the headers tell.

@@ -214,11 +214,11 @@ def test_a_name_of_which_ranks_say_different_things_is_partial() -> None:
     assert [chunk.rank for chunk in index.chunks("same")] == [0, 1]
 
 
-def test_an_index_without_flags_says_that_it_cannot_tell() -> None:
+def test_an_index_without_the_later_columns_says_that_it_cannot_tell() -> None:
     builder = IndexBuilder()
     builder.add(columns_of(examples.shard_header()))
     content = builder.content()
-    content.flags = content.partial = None
+    content.sharded = content.hidden = content.partial = None
     index = Index(content)
     assert index.partial is None
     assert [chunk.sharded for chunk in index.chunks("embed.weight")] == [True]
