@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from ckptengine.adapters.tensors import Local, dtype_name, torch_dtype
 from ckptengine.format import dtypes
-from ckptengine.format.entries import ShardHeader, TensorEntry, ViewEntry
+from ckptengine.format.entries import ShardHeader, TensorEntry, ViewEntry, is_c_order
 from ckptengine.format.geometry import Chunk, c_strides
 from ckptengine.format.tree import TAG
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(msgspec.Struct, frozen=True, gc=False):
     """A stored tensor, or a large value (`kind`).
 
-    start: its first byte in the data section. stride: of its elements there. source_stride: of the tensor it
-    was, if dense but not in C order. shard: the rank whose shard holds the bytes, None for the header's own.
+    start: its first byte in the data section. span_nbytes: from there to the end of its last element.
+    view_stride: of its elements there, None for C order. source_stride: of the tensor it was, if dense but
+    not in C order. shard: the rank whose shard holds the bytes, None for the header's own.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    stride: tuple[int, ...]
+    span_nbytes: int
+    view_stride: tuple[int, ...] | None = None
     chunk: Chunk | None = None
     source_stride: tuple[int, ...] | None = None
     placement: str | None = None
@@ -47,16 +48,13 @@ class Leaf:
         return nbytes
 
     @property
-    def in_c_order(self) -> bool:
-        return same_strides(self.shape, self.stride, c_strides(self.shape))
+    def stride(self) -> tuple[int, ...]:
+        """Of its elements in the data section."""
+        return c_strides(self.shape) if self.view_stride is None else self.view_stride
 
     @property
-    def span_nbytes(self) -> int:
-        """Bytes from its first element to the end of its last in the data section."""
-        if 0 in self.shape:
-            return 0
-        steps = zip(self.shape, self.stride, strict=True)
-        return self.itemsize * (1 + sum([(size - 1) * step for size, step in steps]))
+    def in_c_order(self) -> bool:
+        return self.view_stride is None or is_c_order(self.shape, self.view_stride)
 
     @property
     def whole(self) -> Chunk:
@@ -70,7 +68,7 @@ def leaves_of(header: ShardHeader) -> list[Leaf]:
     """
     bases = {entry.name: entry for entry in header.tensors}
     return [
-        *(_of_tensor(entry) for entry in header.tensors),
+        *[_of_tensor(entry) for entry in header.tensors],
         *(_of_view(view, bases[view.of]) for view in header.views),
     ]
 
@@ -81,7 +79,8 @@ def _of_tensor(entry: TensorEntry) -> Leaf:
         entry.dtype,
         entry.shape,
         entry.start,
-        c_strides(entry.shape),
+        entry.stop - entry.start,
+        None,
         entry.chunk,
         entry.stride,
         entry.placement,
@@ -91,14 +90,14 @@ def _of_tensor(entry: TensorEntry) -> Leaf:
 
 
 def _of_view(view: ViewEntry, base: TensorEntry) -> Leaf:
-    stride = c_strides(view.shape) if view.stride is None else view.stride
     tied = is_tie(view, base)
     return Leaf(
         view.name,
         view.dtype,
         view.shape,
         base.start + view.byte_offset,
-        stride,
+        view.extent_nbytes,
+        view.stride,
         view.chunk,
         base.stride if tied else None,
         view.placement,
@@ -125,13 +124,14 @@ def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...])
 
 def misfits(local: Local, leaf: Leaf) -> list[str]:
     """How the tensor differs from what is stored: dtype, shape, place in the global tensor."""
-    problems = []
-    name = dtype_name(local.tensor.dtype)
+    problems: list[str] = []
+    tensor = local.tensor
+    name = dtype_name(tensor.dtype)
     if name != leaf.dtype:
         problems.append(f"dtype {name}, in the checkpoint {leaf.dtype}")
-    if local.chunk is None and leaf.chunk is None and local.tensor.shape == leaf.shape:
+    if local.chunk is None and leaf.chunk is None and tensor.shape == leaf.shape:
         return problems
-    own = Chunk.whole(tuple(local.tensor.shape)) if local.chunk is None else local.chunk
+    own = Chunk.whole(tuple(tensor.shape)) if local.chunk is None else local.chunk
     stored = leaf.whole
     if own.tensor_shape != stored.tensor_shape:
         problems.append(f"shape {own.tensor_shape}, in the checkpoint {stored.tensor_shape}")

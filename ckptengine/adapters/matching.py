@@ -19,7 +19,7 @@ import numpy as np
 from ckptengine.adapters import objects
 from ckptengine.adapters.keypath import joined
 from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
-from ckptengine.adapters.placing import Placement, Plan
+from ckptengine.adapters.placing import Placement, Plan, placement_of
 from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
 from ckptengine.adapters.values import Decoder, Node, large_value
 from ckptengine.format.tree import TAG
@@ -102,20 +102,29 @@ class Matcher:
             parts = extract(target, in_place=True)
         except ValueError as error:
             return self._differs(path, f"cannot be filled: {error}")
-        nodes = [node] if len(parts) == 1 else node["v"] if _tag(node) == "tuple" else None
-        kind = kind_of(node, self._leaves)
-        if nodes is None or any(kind_of(child, self._leaves) != "tensor" for child in nodes):
+        if len(parts) == 1:
+            leaves = [self._tensor_leaf(node)]
+        else:
+            leaves = [self._tensor_leaf(child) for child in node["v"]] if _tag(node) == "tuple" else [None]
+        if None in leaves:
+            kind = kind_of(node, self._leaves)
             return self._differs(path, f"a tensor, in the checkpoint {_article(kind)}")
-        if len(nodes) != len(parts):
-            return self._differs(path, f"{len(parts)} shards, in the checkpoint {len(nodes)}")
-        for local, child in zip(parts, nodes, strict=True):
-            leaf = self._leaves[child["i"]]
+        if len(leaves) != len(parts):
+            return self._differs(path, f"{len(parts)} shards, in the checkpoint {len(leaves)}")
+        for local, leaf in zip(parts, leaves, strict=True):
+            assert leaf is not None
             problems = misfits(local, leaf)
             if problems:
                 self._differs(path, "; ".join(problems))
             else:
-                self.placements.append(Placement(leaf, local.tensor))
+                self.placements.append(placement_of(leaf, local.tensor))
         return KEEP
+
+    def _tensor_leaf(self, node: Node) -> Leaf | None:
+        if type(node) is not dict or node.get(TAG) != "t":
+            return None
+        leaf = self._leaves[node["i"]]
+        return leaf if leaf.kind is None else None
 
     def _has_tensors(self, node: Node) -> bool:
         return any(self._leaves[i].kind is None for i in leaf_indices(node))
@@ -268,7 +277,7 @@ class Matcher:
             if value is None:
                 value = empty_for(leaf)
             (local,) = extract(value, in_place=True)
-            self.placements.append(Placement(leaf, local.tensor))
+            self.placements.append(placement_of(leaf, local.tensor))
             filled[index] = value
             return value
 

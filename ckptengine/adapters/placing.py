@@ -9,12 +9,14 @@ was stored for it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 
+from ckptengine.adapters.aliases import overlapping
 from ckptengine.adapters.items import extent_nelem
 from ckptengine.adapters.leaves import Leaf, same_strides
 from ckptengine.adapters.tensors import plain, torch_dtype
@@ -22,32 +24,21 @@ from ckptengine.errors import StateMismatchError
 from ckptengine.read.plan import Destination
 
 
-@dataclass(slots=True, eq=False)
-class Placement:
-    """A leaf, and the tensor that is to hold it: same dtype, same shape, any layout and device."""
+class Placement(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A leaf, and the tensor that is to hold it: same dtype, same shape, any layout and device.
+
+    start, stop: the tensor's first byte in memory, and the byte after its last; both 0 if it is empty.
+    plain_memory: do its bytes stand for its values? linear: are they the same, in the same order and without
+    gaps, in memory and in the data section?
+    """
 
     leaf: Leaf
     tensor: torch.Tensor
-    # Its first byte in memory, and the byte after its last; both 0 if it is empty.
-    start: int = 0
-    stop: int = 0
-    # Are its bytes the same, in the same order and without gaps, in memory and in the data section?
-    linear: bool = False
-
-    def __post_init__(self) -> None:
-        tensor = self.tensor
-        nelem = tensor.numel()
-        if nelem:
-            self.start = tensor.data_ptr()
-            if tensor.is_contiguous():
-                self.linear = self.leaf.in_c_order and self.plain_memory
-            else:
-                nelem = extent_nelem(tensor)
-            self.stop = self.start + nelem * tensor.element_size()
-
-    @property
-    def plain_memory(self) -> bool:
-        return not (self.tensor.is_conj() or self.tensor.is_neg())
+    start: int
+    stop: int
+    plain_memory: bool
+    linear: bool
+    on_cpu: bool
 
     @property
     def shift(self) -> tuple[int | None, int]:
@@ -102,6 +93,20 @@ class Plan:
         """Have a leaf's bytes, as they lie in the data section, read to an address."""
         self.destinations[leaf.shard].append(Destination(leaf.start, leaf.start + leaf.span_nbytes, address))
 
+    def add(self, placement: Placement, *, shared: bool) -> None:
+        """Have a placement filled. shared: its memory is another's too, which is to hold something else."""
+        leaf, tensor = placement.leaf, placement.tensor
+        if placement.linear and placement.on_cpu and not shared:
+            self.read_into(leaf, placement.start)
+            self._direct.append(tensor)
+            return
+        buffer = torch.from_numpy(np.empty(leaf.span_nbytes, np.uint8))
+        self.read_into(leaf, buffer.data_ptr())
+        source = buffer.view(torch_dtype(leaf.dtype)).as_strided(leaf.shape, leaf.stride)
+        if source.shape != tensor.shape:
+            source = source.reshape(tensor.shape)
+        self._staged.append(_Staged(placement, source, shared or _may_overlap_itself(tensor)))
+
     def finish(self) -> None:
         """After the read: copy what was read into buffers.
 
@@ -123,53 +128,44 @@ class Plan:
                 )
             # The bytes were written behind autograd's back; what was saved for a backward pass before is
             # stale.
-            touched = [tensor.detach() for tensor in self._direct if not tensor.is_inference()]
+            touched = [tensor for tensor in self._direct if not tensor.is_inference()]
             if touched:
                 torch.autograd.graph.increment_version(touched)
+
+
+def placement_of(leaf: Leaf, tensor: torch.Tensor) -> Placement:
+    plain_memory = not (tensor.is_conj() or tensor.is_neg())
+    start = stop = 0
+    linear = False
+    nbytes = tensor.nbytes
+    if nbytes:
+        start = tensor.data_ptr()
+        if tensor.is_contiguous():
+            stop = start + nbytes
+            linear = plain_memory and leaf.in_c_order
+        else:
+            stop = start + extent_nelem(tensor) * tensor.element_size()
+    return Placement(leaf, tensor, start, stop, plain_memory, linear, tensor.is_cpu)
 
 
 def plan(placements: Iterable[Placement]) -> Plan:
     """Decide how each placement is filled."""
     made = Plan()
-    for group in _overlapping([placement for placement in placements if placement.stop]):
-        needed = _without_repeats(group) if len(group) > 1 else group
-        shared = len(needed) > 1
-        for placement in needed:
-            tensor = placement.tensor
-            if not shared and placement.linear and tensor.is_cpu:
-                made.read_into(placement.leaf, placement.start)
-                made._direct.append(tensor)
-            else:
-                leaf = placement.leaf
-                buffer = torch.from_numpy(np.empty(leaf.span_nbytes, np.uint8))
-                made.read_into(leaf, buffer.data_ptr())
-                source = buffer.view(torch_dtype(leaf.dtype)).as_strided(leaf.shape, leaf.stride)
-                if source.shape != tensor.shape:
-                    source = source.reshape(tensor.shape)
-                made._staged.append(_Staged(placement, source, shared or _may_overlap_itself(tensor)))
-    return made
-
-
-def _overlapping(placements: Sequence[Placement]) -> list[list[Placement]]:
-    """Groups of placements whose tensors' byte extents overlap, each in the given order."""
-    groups: list[list[Placement]] = []
-    by_device: dict[torch.device, list[Placement]] = defaultdict(list)
+    by_device: dict[torch.device | None, list[Placement]] = defaultdict(list)
     for placement in placements:
-        by_device[placement.tensor.device].append(placement)
+        if placement.stop:
+            by_device[None if placement.on_cpu else placement.tensor.device].append(placement)
     for members in by_device.values():
-        members.sort(key=lambda placement: placement.start)
-        end = -1
-        for placement in members:
-            if placement.start < end:
-                groups[-1].append(placement)
-            else:
-                groups.append([placement])
-            end = max(end, placement.stop)
-    if len(groups) != len(placements):
-        order = {id(placement): index for index, placement in enumerate(placements)}
+        groups = overlapping([one.start for one in members], [one.stop for one in members])
+        grouped = {index for group in groups for index in group}
+        for index, placement in enumerate(members):
+            if index not in grouped:
+                made.add(placement, shared=False)
         for group in groups:
-            group.sort(key=lambda placement: order[id(placement)])
-    return groups
+            needed = _without_repeats([members[index] for index in sorted(group)])
+            for placement in needed:
+                made.add(placement, shared=len(needed) > 1)
+    return made
 
 
 def _without_repeats(group: list[Placement]) -> list[Placement]:

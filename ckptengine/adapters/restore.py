@@ -7,8 +7,10 @@ read begins the target is untouched, and everything that does not fit has been r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ckptengine.adapters import objects
 from ckptengine.adapters.collector import gc_paused
@@ -141,7 +143,7 @@ def _replicas(
                 rank=header.rank,
                 fqn=name,
             )
-        leaves.append(replace(leaf, shard=rank))
+        leaves.append(msgspec.structs.replace(leaf, shard=rank))
     return leaves
 
 

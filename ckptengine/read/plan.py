@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+import msgspec
+
 from ckptengine.format.blocks import BlockTable
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
+class Destination(msgspec.Struct, frozen=True, gc=False):
     """Bytes `start` to `stop` of a shard's data section go to memory at `address`, in one piece."""
 
     start: int
