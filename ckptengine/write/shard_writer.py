@@ -1,7 +1,7 @@
 """Writes one rank's staged bytes as a shard file: blocks in parallel, the header last.
 
-Digests are taken of the staged bytes, block by block, while they are in cache. Each thread holds at most one
-block (two when compressing), so the writer's memory beyond the arena is `threads` × `block_nbytes`.
+Digests are taken of the staged bytes, block by block, while they are in cache. The writer's memory beyond the
+arena is one buffer per thread: of up to 8 MiB for raw shards, of a block (and its compressed form) else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ckptengine.format.limits import PAGE
 from ckptengine.format.shard import HeaderTemplate, seal_header
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.store import BlockWriter, Store
+from ckptengine.write import raw_block
 
 Progress = Callable[[int], None]
 
@@ -91,14 +92,19 @@ class _Section:
 
     def write_raw(self, threads: int) -> tuple[list[bytes], None]:
         digests = [b""] * self._blocks.count
+        largest = raw_block.buffer_nbytes(min(self._blocks.block_nbytes, len(self._data)))
 
-        def write(index: int) -> None:
-            start, stop = self._blocks.span(index)
-            block = self._data[start:stop]
-            digests[index] = digest(block)
-            self._writer.pwrite(self._base + start, block)
+        def with_own_buffer() -> Callable[[int], None]:
+            buffer = AlignedBuffer(largest)
 
-        self._run([write] * threads)
+            def write(index: int) -> None:
+                start, stop = self._blocks.span(index)
+                block = self._data[start:stop]
+                digests[index] = raw_block.write(self._writer, self._base + start, block, buffer)
+
+            return write
+
+        self._run([with_own_buffer() for _ in range(min(threads, self._blocks.count))])
         return digests, None
 
     def write_zstd(self, threads: int, level: int) -> tuple[list[bytes], list[int]]:
