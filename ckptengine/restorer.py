@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import msgspec
 
 from ckptengine.adapters.restore import Match, RestoreTarget
-from ckptengine.catalog.catalog import StepEntry, ignored_entries, list_steps, read_manifest
+from ckptengine.catalog.catalog import StepEntry, ignored_entries, list_steps, newest_first, read_manifest
 from ckptengine.comm.group import COORDINATOR, Failure, Group
 from ckptengine.config import Config
 from ckptengine.errors import (
@@ -200,7 +201,7 @@ def _on_all_ranks(group: Group, work: Callable[[], Any], what: str, timeout_s: f
     except Exception as error:
         failure, own = Failure.of(error, group.rank), error
     try:
-        group.gather_all(b"", failure, what=what, timeout_s=timeout_s)
+        group.agree(failure, what=what, timeout_s=timeout_s)
     except CheckpointError as error:
         # The rank itself raises what it caught, with its traceback, unless another rank's failure came first.
         if own is not None and error.rank == group.rank and not isinstance(own, DAMAGE):
@@ -245,7 +246,7 @@ class _Candidates:
         """
         skipped: list[tuple[int, str]] = []
         if self._entries is None:
-            self._entries = iter(self._find())
+            self._entries = self._find()
         for entry in self._entries:
             try:
                 # Held until the restore ends: retention, in whatever process, leaves the step alone.
@@ -265,22 +266,23 @@ class _Candidates:
             hint="run `ckpt verify` on each step; training was not restarted from scratch",
         )
 
-    def _find(self) -> list[StepEntry]:
+    def _find(self) -> Iterator[StepEntry]:
         if self._step is not None:
-            return [StepEntry(self._step, f"{self._root}/{step_dirname(self._step)}", True)]
-        entries = list_steps(self._store, self._root, committed_only=False)
-        committed = [entry for entry in entries if entry.committed]
+            return iter([StepEntry(self._step, f"{self._root}/{step_dirname(self._step)}", True)])
+        newest = newest_first(self._store, self._root)
+        first = next(newest, None)
         ignored = ignored_entries(self._store, self._root)
         for one in ignored:
             logger.warning("%s is ignored: %s", one.path, one.reason)
-        if not committed:
+        if first is None:
             # Also where saves were begun: a first save that was cut short left nothing that could be lost.
+            entries = list_steps(self._store, self._root, committed_only=False)
             begun = f": {len(entries)} saves were begun, none was committed" if entries else ""
             taken_for_steps = "; ".join(f"{one.path} is ignored: {one.reason}" for one in ignored[:3])
             raise CheckpointNotFoundError(
                 f"there is no checkpoint here{begun}", path=self._root, hint=taken_for_steps or None
             )
-        return committed[::-1]
+        return chain([first], newest)
 
     def _check_world(self, manifest: Manifest, path: str) -> None:
         if manifest.world_size != self._world_size:

@@ -14,6 +14,7 @@ import errno
 import os
 import posixpath
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptengine.errors import (
@@ -69,16 +70,20 @@ def ignored_entries(store: Store, root: str) -> list[IgnoredEntry]:
     return found
 
 
+def newest_first(store: Store, root: str) -> Iterator[StepEntry]:
+    """The committed steps, newest first. Each is looked at when it is asked for: whoever takes the first of a
+    thousand pays for one listing and one look. `CheckpointNotFoundError` if there is no such directory."""
+    for step, path in reversed(_step_dirs(store, root)):
+        if _is_committed(store, path):
+            yield StepEntry(step, path, True)
+
+
 def latest(store: Store, root: str) -> StepEntry | None:
     """The newest committed step, or None: a root that does not exist yet has none."""
     try:
-        dirs = _step_dirs(store, root)
+        return next(newest_first(store, root), None)
     except CheckpointNotFoundError:
         return None
-    for step, path in reversed(dirs):
-        if _is_committed(store, path):
-            return StepEntry(step, path, True)
-    return None
 
 
 def read_manifest(store: Store, step_path: str) -> Manifest:

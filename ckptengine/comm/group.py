@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -88,6 +88,9 @@ class _Report(msgspec.Struct):
     failure: Failure | None = None
 
 
+_Answer = Callable[[list[_Report]], list[_Report]]
+
+
 @dataclass
 class Group:
     """`world_size` ranks on one transport. All ranks make the same calls in the same order, from their main
@@ -119,14 +122,28 @@ class Group:
         If any rank failed, its error is raised on all of them; if a rank does not report in time,
         `CommitTimeoutError` names it. `what` says in that message what the ranks were doing.
         """
+        return self._gather(_Report(value, failure), what, timeout_s, lambda reports: reports)
+
+    def agree(self, failure: Failure | None = None, *, what: str, timeout_s: float | None = None) -> None:
+        """Every rank says that it succeeded, or how it failed; if any failed, the lowest one's error is
+        raised on all. As `gather_all`, but what a rank hears does not grow with the world."""
+        self._gather(
+            _Report(failure=failure), what, timeout_s, lambda reports: [r for r in reports if r.failure][:1]
+        )
+
+    def _gather(self, report: _Report, what: str, timeout_s: float | None, answer: _Answer) -> list[bytes]:
         key = self._next_key()
-        report = _Report(value, failure)
         if self.world_size == 1:
             return _values([report])
         with _connection_named(what):
-            return self._gather_all(key, report, what, self.timeout_s if timeout_s is None else timeout_s)
+            return self._exchange(
+                key, report, what, self.timeout_s if timeout_s is None else timeout_s, answer
+            )
 
-    def _gather_all(self, key: str, report: _Report, what: str, timeout_s: float) -> list[bytes]:
+    def _exchange(
+        self, key: str, report: _Report, what: str, timeout_s: float, answer: _Answer
+    ) -> list[bytes]:
+        """answer: what the coordinator tells all ranks of what they reported."""
         self.transport.set(f"{key}/{self.rank}", msgspec.msgpack.encode(report))
         if self.is_coordinator:
             reports, missing = self._collect(key, timeout_s)
@@ -137,6 +154,8 @@ class Group:
                     rank=missing[0],
                 )
                 reports = [_Report(failure=failure)]
+            else:
+                reports = answer(reports)
             self.transport.set(f"{key}/all", msgspec.msgpack.encode(reports))
             if not missing:
                 # A rank that has reported to this call has read all of those before it.

@@ -13,6 +13,7 @@ from ckptengine.catalog.catalog import (
     attempt_dirs,
     latest,
     list_steps,
+    newest_first,
     next_life,
     read_manifest,
     resolve,
@@ -29,6 +30,7 @@ from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Entry
 from ckptengine.testing.faulty import FaultyStore
 from tests.catalog.steps import attempt_id, begin, commit, manifest
+from tests.helpers.counting import CountingStore
 
 store = PosixStore()
 
@@ -43,6 +45,25 @@ def numbers(root: str, **options: bool) -> list[int]:
 
 
 class TestListing:
+    def test_the_newest_is_found_with_one_listing_and_one_look(self, root: str) -> None:
+        for step in range(50):
+            Path(root, step_dirname(step)).mkdir()
+            Path(root, step_dirname(step), MANIFEST_NAME).touch()
+        counting = CountingStore()
+        newest = latest(counting, root)
+        assert newest is not None
+        assert newest.step == 49
+        assert counting.calls == {"list": 1, "size": 1}
+
+    def test_those_before_the_newest_are_looked_at_one_by_one(self, root: str) -> None:
+        for step in (1, 2, 4):
+            commit(store, root, step)
+        begin(store, root, 3, attempt_id())
+        steps = newest_first(store, root)
+        assert next(steps).step == 4
+        shutil.rmtree(os.path.join(root, step_dirname(2)))
+        assert [entry.step for entry in steps] == [1]
+
     def test_steps_are_ordered_as_numbers(self, root: str) -> None:
         steps = [1000, 9, 500, 12_345_678_901, 10, 0, 2**63 - 1]
         for step in steps:

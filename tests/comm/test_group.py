@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptengine.comm.group import Failure, Group
@@ -76,6 +77,35 @@ def test_a_failure_is_raised_on_all_ranks_with_its_place() -> None:
         assert "restore another" in str(error)
 
 
+def test_agreement_raises_the_lowest_ranks_failure_on_all() -> None:
+    def work(group: Group) -> Any:
+        group.agree(what="testing")
+        failure = None
+        if group.rank in (1, 2):
+            failure = Failure.of(CorruptCheckpointError(f"block of {group.rank}"), group.rank)
+        return group.agree(failure, what="testing")
+
+    for error in on_ranks(3, work):
+        assert isinstance(error, CorruptCheckpointError)
+        assert (error.rank, error.message) == (1, "block of 1")
+
+
+def test_what_a_rank_hears_of_an_agreement_does_not_grow_with_the_world() -> None:
+    def heard(world_size: int) -> int:
+        space = MemoryTransport()
+        for rank in range(2, world_size):
+            space.set(f"g/1/{rank}", msgspec.msgpack.encode({"value": None, "failure": None}))
+        with ThreadPoolExecutor(2) as pool:
+            list(
+                pool.map(
+                    lambda rank: Group(rank, world_size, space, "g", 20.0).agree(what="testing"), range(2)
+                )
+            )
+        return len(space._values["g/1/all"])
+
+    assert heard(500) == heard(2)
+
+
 def test_a_mismatch_keeps_its_lists_across_ranks() -> None:
     error = StateMismatchError("differs", missing=("a",), unexpected=("b",), mismatched=("c: shape",))
     other = Failure.of(error, 1).to_error()
@@ -116,8 +146,9 @@ def test_what_cannot_be_retried_stays_so_across_ranks() -> None:
 @pytest.mark.parametrize("absent", [(1,), (0,), (1, 2)])
 def test_a_missing_rank_is_named_on_all_others_in_time(absent: tuple[int, ...]) -> None:
     results = on_ranks(3, lambda g: g.gather_all(b"", what="choosing a step"), timeout_s=0.3, absent=absent)
+    results += on_ranks(3, lambda g: g.agree(what="choosing a step"), timeout_s=0.3, absent=absent)
     for rank, error in enumerate(results):
-        if rank not in absent:
+        if rank % 3 not in absent:
             assert isinstance(error, CommitTimeoutError)
             assert error.rank == absent[0]
             assert "choosing a step" in str(error)
