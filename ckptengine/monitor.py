@@ -217,6 +217,8 @@ class Monitor:
             exitcode = self._writer.exitcode if self._writer is not None else None
             status = _read_status(page, task.attempt)
             if status is not None and status != seen:
+                if seen is None or status.state != seen.state:
+                    pause = POLL_FIRST_S  # once durable, the commit of a single rank is milliseconds away
                 seen, seen_at = status, time.monotonic()
                 _note_times(pending.handle, status)
             if status is not None and status.outcome is not None:

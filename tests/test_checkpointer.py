@@ -146,6 +146,7 @@ def test_a_save_goes_through_its_moments_in_order(ckpt: ck.Checkpointer) -> None
     assert handle.committed()
     assert handle.exception() is None
     times = info.times
+    assert read_manifest(step_path(ckpt.root, 3)).created < times.committed
     moments = [before, times.requested, times.staged, times.written, times.durable, times.committed]
     assert moments == sorted(moments)
     assert handle.times == times

@@ -189,7 +189,8 @@ def _decide(task: WriteTask, store: Store, transport: Transport, own: Receipt) -
         receipts = collect_receipts(transport, task, own)
         paths = [shard_path(task, rank) for rank in range(task.world_size)]
         manifest = commit(store, step_path(task), task, receipts, paths)
-        outcome = _committed(manifest)
+        # The manifest was made, and says so, before it was published.
+        outcome = msgspec.structs.replace(_committed(manifest), committed_at=time.time())
     except Exception as error:
         failure = Failure.of(error, task.rank)
         outcome = Outcome(committed=False, failure=failure, retry=task.may_retry and failure.retryable)
