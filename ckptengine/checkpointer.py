@@ -101,7 +101,9 @@ class Checkpointer:
         """`async_save(...).result()`: return when the checkpoint is committed."""
         return self.async_save(step, state, metadata=metadata).result()
 
-    def restore(self, state: Any, *, step: int | None = None, strict: bool = True) -> RestoreInfo:
+    def restore(
+        self, state: Any, *, step: int | None = None, strict: bool = True, verify: bool = True
+    ) -> RestoreInfo:
         """Fill `state` in place from the newest commit, or from `step`.
 
         state: shaped like what was saved, with as many ranks. Tensors are filled where they are; values are
@@ -112,6 +114,10 @@ class Checkpointer:
 
         strict: differences between target and checkpoint are an error; else keys on one side only are left
         alone and returned in `RestoreInfo`.
+
+        verify: False does not check the tensors' bytes against their digests, so damage to them goes unseen
+        into the state; manifest and headers are still checked. For benchmarks, and for storage that checks
+        from end to end itself. `RestoreInfo.verified` keeps it.
 
         Raises `CheckpointNotFoundError` if nothing was ever committed, `StateMismatchError` listing every
         difference (the target is untouched, unless tensors of it share memory and were stored with different
@@ -126,6 +132,7 @@ class Checkpointer:
             state,
             step=step,
             strict=strict,
+            verify=verify,
             store=self._store,
             group=self._group,
             config=self.config,

@@ -57,7 +57,7 @@ class RestoreInfo:
     reading, checking and placing the bytes. missing, unexpected: keys only in the target, only in the
     checkpoint (with `strict=False`).
     fell_back_from: newer steps that were damaged. source: where the bytes came from. from_cache_nbytes: how
-    many of them the page cache had.
+    many of them the page cache had. verified: every byte was checked against its digest.
     """
 
     step: int
@@ -70,3 +70,4 @@ class RestoreInfo:
     fell_back_from: tuple[FallBack, ...] = field(default=())
     source: str = "storage"
     from_cache_nbytes: int = 0
+    verified: bool = True

@@ -78,7 +78,15 @@ class _Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def restore(
-    root: str, state: Any, *, step: int | None, strict: bool, store: Store, group: Group, config: Config
+    root: str,
+    state: Any,
+    *,
+    step: int | None,
+    strict: bool,
+    verify: bool,
+    store: Store,
+    group: Group,
+    config: Config,
 ) -> RestoreInfo:
     """Fill `state` from the newest commit that is whole, or from `step`; see `Checkpointer.restore`."""
     started = time.perf_counter()
@@ -94,7 +102,7 @@ def restore(
             assignment = _resolve(candidates, group)
             fell_back.extend(FallBack(skipped, reason, COORDINATOR) for skipped, reason in assignment.skipped)
             try:
-                match, stats, read_s = _restore_step(assignment, target, strict, store, group, config)
+                match, stats, read_s = _restore_step(assignment, target, strict, verify, store, group, config)
             except DAMAGE as error:
                 if step is not None or not _is_damage(error):
                     raise
@@ -115,11 +123,18 @@ def restore(
                 unexpected=tuple(match.unexpected),
                 fell_back_from=tuple(fell_back),
                 from_cache_nbytes=stats.from_cache,
+                verified=verify,
             )
 
 
 def _restore_step(
-    assignment: _Assignment, target: RestoreTarget, strict: bool, store: Store, group: Group, config: Config
+    assignment: _Assignment,
+    target: RestoreTarget,
+    strict: bool,
+    verify: bool,
+    store: Store,
+    group: Group,
+    config: Config,
 ) -> tuple[Match, ReadStats, float]:
     shards = _Shards(assignment, store)
 
@@ -133,7 +148,7 @@ def _restore_step(
     def read() -> tuple[ReadStats, float]:
         begun = time.perf_counter()
         target.touched = True
-        stats = shards.read(match, config.io_threads)
+        stats = shards.read(match, config.io_threads, verify)
         return stats, time.perf_counter() - begun
 
     stats, read_s = _on_all_ranks(group, read, "reading the shards", timeout_s=config.restore_timeout_s)
@@ -178,11 +193,13 @@ class _Shards:
         self._others[rank] = shard_path(step_path, ref), header
         return header
 
-    def read(self, match: Match, threads: int) -> ReadStats:
-        stats = read_shard(self._store, self.own_path, self.own, match.destinations, threads=threads)
+    def read(self, match: Match, threads: int, verify: bool) -> ReadStats:
+        stats = read_shard(
+            self._store, self.own_path, self.own, match.destinations, threads=threads, verify=verify
+        )
         for rank, destinations in match.remote.items():
             path, header = self._others[rank]
-            stats += read_shard(self._store, path, header, destinations, threads=threads)
+            stats += read_shard(self._store, path, header, destinations, threads=threads, verify=verify)
         return stats
 
 

@@ -436,7 +436,7 @@ def both_restored(root: Path) -> list[tuple[Exception | None, torch.Tensor]]:
     def run(rank: int) -> tuple[Exception | None, torch.Tensor]:
         group = Group(rank, 2, transport, "group", 30.0)
         tensor = torch.zeros(2000)
-        options = {"step": STEP, "strict": True, "store": PosixStore(), "config": ck.Config()}
+        options = {"step": STEP, "strict": True, "verify": True, "store": PosixStore(), "config": ck.Config()}
         try:
             restore(str(root), {"model": {"w": tensor}}, group=group, **options)
         except ck.CheckpointError as error:

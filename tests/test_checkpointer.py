@@ -555,6 +555,46 @@ def test_a_mismatch_after_a_fall_back_does_not_claim_that_nothing_was_written(ck
         ckpt.restore({"a": torch.ones(5000)}, step=1)
 
 
+@pytest.mark.parametrize("cold", [False, True])
+def test_large_tensors_of_a_damaged_step_are_overwritten_by_the_one_before(
+    tmp_path: Path, cold: bool
+) -> None:
+    def made(step: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(step)
+        return {name: torch.randn(300_007, generator=generator) for name in "abc"} | {"step": step}
+
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=1 << 20, io_threads=2)) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, made(step))
+        # Of the block that holds the end of "b" and the beginning of "c".
+        shard = shard_of(ckpt.root, 2)
+        flip(shard, shard.stat().st_size - (600 << 10))
+        if cold:
+            with shard.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        state = made(0)
+        info = ckpt.restore(state)
+        assert same(state, made(1))
+        (fall,) = info.fell_back_from
+        assert "block 2 is damaged" in fall.reason
+        with pytest.raises(ck.CorruptCheckpointError, match="block 2 is damaged"):
+            ckpt.restore(made(0), step=2)
+
+
+def test_unverified_is_asked_for_and_said(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, state_at(1))
+    damage(ckpt.root, 1)
+    state = target()
+    info = ckpt.restore(state, verify=False)
+    assert (info.step, info.verified) == (1, False)
+    assert not same(state, state_at(1))
+    damage(ckpt.root, 1)
+    state, info = restored(ckpt)
+    assert info.verified
+    assert same(state, state_at(1))
+
+
 @pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "directory", "link", "of another step"])
 def test_a_damaged_manifest_of_the_newest_is_fallen_back_from(ckpt: ck.Checkpointer, how: str) -> None:
     ckpt.save(1, state_at(1))
