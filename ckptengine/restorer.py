@@ -147,7 +147,7 @@ def _restore_step(
 
     def read() -> tuple[ReadStats, float]:
         begun = time.perf_counter()
-        target.touched = True
+        target.begin(match)
         stats = shards.read(match, config.io_threads, verify)
         return stats, time.perf_counter() - begun
 

@@ -555,6 +555,20 @@ def test_a_mismatch_after_a_fall_back_does_not_claim_that_nothing_was_written(ck
         ckpt.restore({"a": torch.ones(5000)}, step=1)
 
 
+def test_keys_that_only_the_damaged_step_has_are_no_part_of_a_fall_back(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, {"a": torch.ones(3)})
+    ckpt.save(2, {"a": torch.zeros(3), "b": torch.zeros(2)})
+    damage(ckpt.root, 2)
+    with pytest.raises(ck.StateMismatchError, match="b: only in the newer step") as caught:
+        ckpt.restore({"a": torch.ones(3), "b": torch.ones(2)}, strict=False)
+    assert len(caught.value.mismatched) == 1
+    # Nothing of "c" has been read from anywhere.
+    state = {"a": torch.zeros(3), "c": torch.full((2,), 7.0)}
+    info = ckpt.restore(state, strict=False)
+    assert (info.step, info.missing) == (1, ("c",))
+    assert same(state, {"a": torch.ones(3), "c": torch.full((2,), 7.0)})
+
+
 @pytest.mark.parametrize("cold", [False, True])
 def test_large_tensors_of_a_damaged_step_are_overwritten_by_the_one_before(
     tmp_path: Path, cold: bool

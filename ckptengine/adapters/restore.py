@@ -66,8 +66,13 @@ class RestoreTarget:
             )
         self._state = state
         self._allow_pickle = allow_pickle
-        self.touched = False
-        """Whether a read into it has begun; set by whoever reads."""
+        # What every read into it so far has left alone; None before the first.
+        self._left_alone: tuple[str, ...] | None = None
+
+    def begin(self, match: Match) -> None:
+        """A read begins, which may fail and leave the target with any bytes."""
+        before = self._left_alone
+        self._left_alone = match.missing if before is None else tuple({*before} & {*match.missing})
 
     def match(
         self,
@@ -101,12 +106,19 @@ class RestoreTarget:
         matcher = Matcher(leaves, allow_pickle=self._allow_pickle)
         outcome = matcher.match(self._state, header.tree)
         found = matcher.differences
+        if self._left_alone is not None and not strict:
+            # Left alone by this checkpoint, they would keep what a damaged one has put there.
+            found.mismatched += [
+                f"{name}: only in the newer step, which is damaged and has been read into it"
+                for name in found.missing
+                if not any(name == kept or name.startswith(f"{kept}.") for kept in self._left_alone)
+            ]
         if outcome is not KEEP:
             found.mismatched.append(
                 "the state is a tuple with values that would have to be replaced; pass it in a list or dict"
             )
         if found.mismatched or (strict and (found.missing or found.unexpected)):
-            raise _mismatch(found, strict, path, rank, touched=self.touched)
+            raise _mismatch(found, strict, path, rank, touched=self._left_alone is not None)
         placed = plan(matcher.placements)
         matcher.place_large(placed)
         return Match(
