@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.restore import Match, RestoreTarget
 from ckptengine.catalog.catalog import StepEntry, ignored_entries, list_steps, newest_first, read_manifest
 from ckptengine.comm.group import COORDINATOR, Failure, Group
@@ -139,9 +140,10 @@ def _restore_step(
     shards = _Shards(assignment, store)
 
     def plan() -> Match:
-        return target.match(
-            shards.own, strict=strict, path=shards.own_path, rank=group.rank, others=shards.header_of
-        )
+        with gc_paused():
+            return target.match(
+                shards.own, strict=strict, path=shards.own_path, rank=group.rank, others=shards.header_of
+            )
 
     match = _on_all_ranks(group, plan, "comparing the checkpoint with the restore target")
 
@@ -152,7 +154,12 @@ def _restore_step(
         return stats, time.perf_counter() - begun
 
     stats, read_s = _on_all_ranks(group, read, "reading the shards", timeout_s=config.restore_timeout_s)
-    _on_all_ranks(group, match.apply, "putting the restored values in place")
+
+    def apply() -> None:
+        with gc_paused():
+            match.apply()
+
+    _on_all_ranks(group, apply, "putting the restored values in place")
     return match, stats, read_s
 
 

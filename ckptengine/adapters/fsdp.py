@@ -68,7 +68,7 @@ class TrainingState(objects.StatefulAdapter):
         _load_module(self._model, loaded["model"])
         if self._optimizer is not None:
             # torch's optimizers take the tensors they are given as their own.
-            self._optimizer.load(copy.deepcopy(loaded["optimizer"]))
+            self._optimizer.load_state_dict(copy.deepcopy(loaded["optimizer"]))
 
 
 class KeyedOptimizer(objects.StatefulAdapter):
@@ -79,9 +79,21 @@ class KeyedOptimizer(objects.StatefulAdapter):
         self._model = model
         self._optimizer = optimizer
         self._fresh_flat: dict[tuple[int, Any], torch.Tensor] = {}
+        # To walk the whole model again for each question, or each tensor, would be quadratic.
+        self._owners_now: dict[int, list[tuple[str, FlatPart | None]]] | None = None
+        self._by_name_now: dict[str, tuple[torch.Tensor, FlatPart | None]] | None = None
+
+    def _look_again(self) -> None:
+        self._fresh_flat = {}
+        self._owners_now = None
+        self._by_name_now = None
+
+    def load_state_dict(self, state: Any) -> None:
+        self._look_again()
+        self.load(state)
 
     def state(self) -> dict[str, Any]:
-        self._fresh_flat = {}
+        self._look_again()
         owners = self._owners()
         packed = self._optimizer.state_dict()
         state = dict(packed["state"])
@@ -172,7 +184,7 @@ class KeyedOptimizer(objects.StatefulAdapter):
             {**group, "params": own["params"]}
             for group, own in zip(loaded["param_groups"], packed["param_groups"], strict=True)
         ]
-        self._fresh_flat = {}
+        self._look_again()
         objects.load_exactly(self._optimizer, {**loaded, "state": state, "param_groups": groups})
 
     def _keys(self, packed: Any) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -188,18 +200,25 @@ class KeyedOptimizer(objects.StatefulAdapter):
         ]
 
     def _by_name(self) -> dict[str, tuple[torch.Tensor, FlatPart | None]]:
-        owners = self._owners()
-        return {
-            name: (param, part)
-            for group in self._optimizer.param_groups
-            for param in group["params"]
-            for name, part in owners[id(param)]
-        }
+        if self._by_name_now is None:
+            owners = self._owners()
+            self._by_name_now = {
+                name: (param, part)
+                for group in self._optimizer.param_groups
+                for param in group["params"]
+                for name, part in owners[id(param)]
+            }
+        return self._by_name_now
 
     def _owners(self) -> dict[int, list[tuple[str, FlatPart | None]]]:
         """By the id of each parameter the optimizer holds: the names, several for a flat parameter, with
         their parts.
         """
+        if self._owners_now is None:
+            self._owners_now = self._find_owners()
+        return self._owners_now
+
+    def _find_owners(self) -> dict[int, list[tuple[str, FlatPart | None]]]:
         named: dict[int, list[tuple[str, FlatPart | None]]] = defaultdict(list)
         parts: dict[str, FlatPart] = {}
         if fsdp1.has_fsdp1(self._model):

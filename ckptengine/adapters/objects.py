@@ -356,13 +356,27 @@ def state_like(param: torch.Tensor, leaf: Leaf) -> Any:
     return torch.empty(leaf.shape, dtype=dtype, device=device if leaf.shape == tuple(param.shape) else "cpu")
 
 
+class _Keys(list[Any]):
+    """The keys of a group's parameters. torch looks in them for the group of each single state, which in a
+    list takes 20 µs among 5,000.
+    """
+
+    def __init__(self, keys: Iterable[Any] = ()) -> None:
+        super().__init__(keys)
+        self._all = frozenset(self)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._all
+
+
 def load_exactly(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
     """`optimizer.load_state_dict(loaded)`, with every state in the dtype it was stored in.
 
     torch casts a floating-point state to its parameter's dtype, which would round the float32 moments of a
     bfloat16 parameter.
     """
-    optimizer.load_state_dict(loaded)
+    groups = [{**group, "params": _Keys(group["params"])} for group in loaded["param_groups"]]
+    optimizer.load_state_dict({**loaded, "param_groups": groups})
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in loaded["param_groups"] for key in group["params"]]
     for key, param in zip(keys, params, strict=True):
