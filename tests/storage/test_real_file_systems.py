@@ -17,9 +17,12 @@ from pathlib import Path
 import pytest
 
 from ckptengine.errors import StorageError
+from ckptengine.read import raw_block as reading
+from ckptengine.read.plan import Copy
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockWriter
+from ckptengine.write import raw_block as writing
 from tests.storage.protocol import check, content, save
 
 MIB = 1 << 20
@@ -120,6 +123,33 @@ def test_blocks_round_trip_past_the_page_cache(disk: str) -> None:
             for at in range(0, 4 * MIB, MIB):
                 assert reader.pread_into(at, back.view) == "direct"
                 assert back.view == buffer.view[at : at + MIB]
+
+
+def test_raw_blocks_go_through_the_devices_own_way_and_back_to_any_address(disk: str) -> None:
+    store = PosixStore("on")
+    nbytes = 20 * MIB
+    with (
+        AlignedBuffer(nbytes) as data,
+        AlignedBuffer(nbytes + 64) as target,
+        AlignedBuffer(8 * MIB) as buffer,
+    ):
+        data.view[:] = os.urandom(nbytes)
+        writer = store.create(f"{disk}/shard", nbytes=nbytes + 4096)
+        written = writing.write(writer, 4096, data.view, buffer)
+        assert writer.direct
+        writer.pwrite(0, buffer.view[:4096])
+        assert writer.finish() == nbytes + 4096
+        copies = [
+            Copy(0, 9 * MIB, target.address + 64),
+            Copy(9 * MIB, 11 * MIB, target.address + 64 + 9 * MIB),
+        ]
+        for expected in ("direct", "cache"):
+            target.view[:] = bytes(nbytes + 64)
+            with store.open(f"{disk}/shard") as file:
+                found, source = reading.deliver(file, 4096, nbytes, copies, buffer)
+            assert (source, found) == (expected, written)
+            assert target.view[64:] == data.view
+            Path(disk, "shard").read_bytes()
 
 
 def test_a_full_disk_is_known_before_the_first_block(disk: str) -> None:
