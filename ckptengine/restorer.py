@@ -201,12 +201,12 @@ class _Shards:
         return header
 
     def read(self, match: Match, threads: int, verify: bool) -> ReadStats:
-        stats = read_shard(
-            self._store, self.own_path, self.own, match.destinations, threads=threads, verify=verify
-        )
-        for rank, destinations in match.remote.items():
-            path, header = self._others[rank]
-            stats += read_shard(self._store, path, header, destinations, threads=threads, verify=verify)
+        stats = ReadStats()
+        for one in match.rounds():
+            for rank, destinations in one.destinations.items():
+                path, header = (self.own_path, self.own) if rank is None else self._others[rank]
+                stats += read_shard(self._store, path, header, destinations, threads=threads, verify=verify)
+            one.finish()
         return stats
 
 

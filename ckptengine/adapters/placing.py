@@ -1,25 +1,24 @@
 """Where do the bytes of each leaf go? Straight into the tensors that are to hold them, wherever that can be.
 
-A CPU tensor in C order is read into directly. Any other is read into a buffer of its own and copied after the
-read, when every byte is known to be good. Tensors that share memory are read once where they share it in the
-checkpoint too; where they do not, all are read into buffers and, after the copy, each is checked to hold what
-was stored for it.
+A CPU tensor in C order is read into directly. Any other is read piece by piece into a buffer, and copied when
+the bytes are known to be good. Tensors that share memory are read once where they share it in the checkpoint
+too; where they do not, all are copied and then each is checked to hold what was stored for it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 import torch
 
 from ckptengine.adapters.aliases import overlapping
 from ckptengine.adapters.items import extent_nelem
 from ckptengine.adapters.leaves import Leaf, same_strides
-from ckptengine.adapters.tensors import plain, torch_dtype
+from ckptengine.adapters.rounds import Destinations, Piece, Round, cut, rounds
+from ckptengine.adapters.tensors import plain
 from ckptengine.errors import StateMismatchError
 from ckptengine.read.plan import Destination
 
@@ -71,27 +70,18 @@ class Placement(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 @dataclass(slots=True, eq=False)
-class _Staged:
-    """A leaf that is read into a buffer. checked: the tensor shares memory, with others or itself."""
-
-    placement: Placement
-    source: torch.Tensor
-    checked: bool
-
-
-@dataclass(slots=True, eq=False)
 class Plan:
-    """Destinations, by the shard they are read from (None: the rank's own), and what is left to do after the
-    read.
-    """
+    """What is read straight into the tensors, and what in pieces, to be copied."""
 
-    destinations: dict[int | None, list[Destination]] = field(default_factory=lambda: defaultdict(list))
+    _straight: Destinations = field(default_factory=lambda: defaultdict(list))
     _direct: list[torch.Tensor] = field(default_factory=list)
-    _staged: list[_Staged] = field(default_factory=list)
+    _pieces: list[Piece] = field(default_factory=list)
+    # Pieces of tensors that share memory, with others or themselves, and what they are called.
+    _checked: dict[Piece, str] = field(default_factory=dict)
 
     def read_into(self, leaf: Leaf, address: int) -> None:
         """Have a leaf's bytes, as they lie in the data section, read to an address."""
-        self.destinations[leaf.shard].append(Destination(leaf.start, leaf.start + leaf.span_nbytes, address))
+        self._straight[leaf.shard].append(Destination(leaf.start, leaf.start + leaf.span_nbytes, address))
 
     def add(self, placement: Placement, *, shared: bool) -> None:
         """Have a placement filled. shared: its memory is another's too, which is to hold something else."""
@@ -100,36 +90,39 @@ class Plan:
             self.read_into(leaf, placement.start)
             self._direct.append(tensor)
             return
-        buffer = torch.from_numpy(np.empty(leaf.span_nbytes, np.uint8))
-        self.read_into(leaf, buffer.data_ptr())
-        source = buffer.view(torch_dtype(leaf.dtype)).as_strided(leaf.shape, leaf.stride)
-        if source.shape != tensor.shape:
-            source = source.reshape(tensor.shape)
-        self._staged.append(_Staged(placement, source, shared or _may_overlap_itself(tensor)))
+        pieces = cut(leaf, tensor)
+        self._pieces += pieces
+        if shared or _may_overlap_itself(tensor):
+            self._checked.update(dict.fromkeys(pieces, leaf.name))
+
+    def rounds(self) -> Iterator[Round]:
+        """All that is to be read, bit by bit.
+
+        Raises `StateMismatchError` after the last round if tensors share memory that would have to hold
+        different values. To find out, their pieces are read once more.
+        """
+        yield from rounds(self._straight, self._pieces, lambda piece, source: copy_into(piece.target, source))
+        wrong: dict[str, None] = {}
+
+        def check(piece: Piece, source: torch.Tensor) -> None:
+            if not _same_bytes(source, piece.target):
+                wrong[self._checked[piece]] = None
+
+        if self._checked:
+            yield from rounds({}, list(self._checked), check)
+        if wrong:
+            raise StateMismatchError(
+                f"{len(wrong)} tensors of the target share memory but are stored with different values: "
+                f"{', '.join([*wrong][:10])}; the target has been written to",
+                mismatched=tuple(wrong),
+            )
 
     def finish(self) -> None:
-        """After the read: copy what was read into buffers.
-
-        Raises `StateMismatchError` if tensors share memory that would have to hold different values.
-        """
-        with torch.no_grad():
-            for staged in self._staged:
-                copy_into(staged.placement.tensor, staged.source)
-            wrong = tuple(
-                staged.placement.leaf.name
-                for staged in self._staged
-                if staged.checked and not _same_bytes(staged.source, staged.placement.tensor)
-            )
-            if wrong:
-                raise StateMismatchError(
-                    f"{len(wrong)} tensors of the target share memory but are stored with different values: "
-                    f"{', '.join(wrong[:10])}; the target has been written to",
-                    mismatched=wrong,
-                )
-            # The bytes were written behind autograd's back; what was saved for a backward pass before is
-            # stale.
-            touched = [tensor for tensor in self._direct if not tensor.is_inference()]
-            if touched:
+        """After the last round: what autograd keeps for a backward pass is stale, as bytes were written
+        behind its back."""
+        touched = [tensor for tensor in self._direct if not tensor.is_inference()]
+        if touched:
+            with torch.no_grad():
                 torch.autograd.graph.increment_version(touched)
 
 

@@ -6,7 +6,7 @@ read begins the target is untouched, and everything that does not fit has been r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.leaves import Leaf, leaves_of
 from ckptengine.adapters.matching import KEEP, Differences, Matcher
 from ckptengine.adapters.placing import Plan, plan
+from ckptengine.adapters.rounds import Round
 from ckptengine.errors import (
     CorruptCheckpointError,
     StateMismatchError,
@@ -24,31 +25,32 @@ from ckptengine.errors import (
     UnsupportedStateError,
 )
 from ckptengine.format.entries import ShardHeader
-from ckptengine.read.plan import Destination
 
 _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """What a checkpoint that fits the target is to be read into.
+    """How a checkpoint that fits the target is read into it: all `rounds`, each with its `finish`, then
+    `apply`.
 
-    destinations: in this rank's own shard. remote: in other ranks' shards, by rank, of what they store for
-    this one too. missing, unexpected: keys of the target only and of the checkpoint only, left alone with
-    `strict=False`.
+    missing, unexpected: keys of the target only and of the checkpoint only, left alone with `strict=False`.
     """
 
-    destinations: list[Destination]
-    remote: dict[int, list[Destination]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     _plan: Plan = field(default_factory=Plan)
     _actions: list[Callable[[], object]] = field(default_factory=list)
 
-    def apply(self) -> None:
-        """After the read: fill what could not be read in place, put the values where they belong, load the
-        objects.
+    def rounds(self) -> Iterator[Round]:
+        """What is to be read, of this rank's own shard and of those in which others store replicas for it.
+
+        May raise `StateMismatchError` after the last: see `Plan.rounds`.
         """
+        return self._plan.rounds()
+
+    def apply(self) -> None:
+        """After the last round: put the values where they belong, load the objects."""
         self._plan.finish()
         for action in self._actions:
             action()
@@ -122,8 +124,6 @@ class RestoreTarget:
         placed = plan(matcher.placements)
         matcher.place_large(placed)
         return Match(
-            placed.destinations.pop(None, []),
-            {shard: items for shard, items in placed.destinations.items() if shard is not None},
             tuple(found.missing),
             tuple(found.unexpected),
             placed,

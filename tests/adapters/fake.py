@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -104,7 +105,7 @@ class Saved:
 
     def restore(self, target: Any, *, strict: bool = True, allow_pickle: bool = False) -> Match:
         match = self.match(target, strict=strict, allow_pickle=allow_pickle)
-        self.read(match.destinations)
+        read_all(match, lambda _: self)
         match.apply()
         return match
 
@@ -116,6 +117,22 @@ class Saved:
             for copy in read.copies:
                 piece = bytes(self.data[start + copy.at : start + copy.at + copy.nbytes])
                 ctypes.memmove(copy.address, piece, copy.nbytes)
+
+
+def destinations(match: Match) -> list[Destination]:
+    """All that is read of a rank's own shard."""
+    return [d for one in match.rounds() for d in one.destinations.get(None, ())]
+
+
+def read_all(match: Match, shard: Callable[[int | None], Saved]) -> int:
+    """Reads what a match wants, from whichever shard has it; returns how many bytes that were."""
+    nbytes = 0
+    for one in match.rounds():
+        for rank, destinations in one.destinations.items():
+            shard(rank).read(destinations)
+            nbytes += sum(d.stop - d.start for d in destinations)
+        one.finish()
+    return nbytes
 
 
 def bits(tensor: torch.Tensor) -> bytes:

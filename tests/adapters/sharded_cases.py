@@ -30,7 +30,7 @@ from ckptengine.adapters.fsdp import training_state
 from ckptengine.adapters.leaves import leaves_of
 from ckptengine.adapters.restore import RestoreTarget
 from ckptengine.errors import StateMismatchError, UnsupportedFormatError, UnsupportedStateError
-from tests.adapters.fake import Saved, bits, same
+from tests.adapters.fake import Saved, bits, read_all, same
 
 CPU = torch.device("cpu")
 
@@ -568,10 +568,7 @@ def check_replicas(state: Any, target: Any) -> list[Saved]:
         RestoreTarget(target).match(saved.header)
     with no_communication():
         match = RestoreTarget(target).match(saved.header, others=lambda other: shards[other].header)
-        assert rank not in match.remote
-        shards[rank].read(match.destinations)
-        for other, destinations in match.remote.items():
-            shards[other].read(destinations)
+        read_all(match, lambda other: shards[rank if other is None else other])
         match.apply()
     return shards
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptengine.adapters.items import dense_stride
 from ckptengine.format import dtypes
-from tests.adapters.fake import Saved, bits, same
+from tests.adapters.fake import Saved, bits, destinations, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -151,7 +151,7 @@ def test_tensors_come_back_into_targets_of_any_layout(
     for original, target in zip(originals, targets, strict=True):
         assert bits(original) == bits(target)
     if layout == "tied":
-        read = sum(d.stop - d.start for d in match.destinations)
+        read = sum(d.stop - d.start for d in destinations(match))
         assert read <= saved.flat.nbytes * len(made)
 
 
