@@ -53,7 +53,14 @@ def restore_two_ranks(
         before = space.heard.get(threading.get_ident(), 0)
         group = Group(rank, ranks, space, "g", 60.0)
         info = restorer.restore(
-            root, state(rank), step=None, strict=True, store=store(rank), group=group, config=Config()
+            root,
+            state(rank),
+            step=None,
+            strict=True,
+            verify=True,
+            store=store(rank),
+            group=group,
+            config=Config(),
         )
         return info, space.heard.get(threading.get_ident(), 0) - before
 
