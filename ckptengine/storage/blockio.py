@@ -119,22 +119,25 @@ class PosixWriter:
             offset += n
             data = data[n:]
 
-    def finish(self) -> int:
+    def finish(self, nbytes: int | None = None) -> int:
         self._check_alive("finish")
         if self._files.busy:
             self._failure = StorageError("finish() was called while writes are under way", path=self._path)
             raise self._failure
         try:
-            size = self._sync()
+            size = self._sync(nbytes)
         except BaseException as exc:
             self._failure = self._failure or exc
             raise
         self._done = True
         return size
 
-    def _sync(self) -> int:
-        doing = "fsync"
+    def _sync(self, nbytes: int | None) -> int:
+        doing = "cut the file to its length"
         try:
+            if nbytes is not None:
+                os.ftruncate(self._files.fd, nbytes)
+            doing = "fsync"
             # A lost write-back is reported once to each open descriptor, so both are asked. The direct one
             # has also bypassed the disk's own cache only on request: fsync flushes that, and writes the size.
             if self._files.direct.fd >= 0:

@@ -60,8 +60,10 @@ class BlockWriter(Protocol):
         """
         ...
 
-    def finish(self) -> int:
+    def finish(self, nbytes: int | None = None) -> int:
         """Make data and size durable, close, and return the size the file system reports.
+
+        nbytes: cut the file to so many bytes first; what was reserved beyond is given back.
 
         Called once, by one thread, after every `pwrite` returned. The name becomes durable with
         `Store.sync_dir`.

@@ -211,11 +211,11 @@ class _FaultyWriter:
             self._inner.pwrite(offset, data.cast("B")[:part])
         self._store._do(fault, self._path, "pwrite", lambda: self._inner.pwrite(offset, data))
 
-    def finish(self) -> int:
+    def finish(self, nbytes: int | None = None) -> int:
         self._check("finish")
         fault = self._store._due("finish", self._path)
         self._poisoned = fault is not None
-        size = self._store._do(fault, self._path, "finish", self._inner.finish)
+        size = self._store._do(fault, self._path, "finish", lambda: self._inner.finish(nbytes))
         self._finished = True
         return size
 

@@ -297,11 +297,14 @@ class _Writer:
                 self._file.data.extend(bytes(end - len(self._file.data)))
             self._file.data[offset:end] = content
 
-    def finish(self) -> int:
+    def finish(self, nbytes: int | None = None) -> int:
         with self._store._running():
             self._check_open("finish")
             self._store._moment()
             self._done = True
+            if nbytes is not None:
+                del self._file.data[nbytes:]
+                self._file.data.extend(bytes(nbytes - len(self._file.data)))
             self._file.durable = bytes(self._file.data)
             return len(self._file.data)
 

@@ -331,6 +331,18 @@ class StoreContract:
         with pytest.raises(FileNotFoundError):
             store.create(posixpath.join(root, "missing", "file"), nbytes=0)
 
+    @pytest.mark.parametrize("reserved", [0, 64 * 1024])
+    @pytest.mark.parametrize("nbytes", [0, 4096, 5000, 8192, 12288])
+    def test_finish_cuts_the_file_to_a_length(
+        self, store: Store, root: str, reserved: int, nbytes: int
+    ) -> None:
+        path = f"{root}/shard"
+        writer = store.create(path, nbytes=reserved)
+        writer.pwrite(0, memoryview(b"x" * 8192))
+        assert writer.finish(nbytes) == nbytes
+        assert store.size(path) == nbytes
+        assert store.read(path, limit=1 << 20) == (b"x" * 8192)[:nbytes].ljust(nbytes, b"\0")
+
     def test_a_finished_writer_takes_nothing_more(self, store: Store, root: str) -> None:
         path = posixpath.join(root, "file")
         writer = store.create(path, nbytes=4)
