@@ -13,7 +13,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of a `Checkpointer`. All ranks must use the same.
 
     block_nbytes: unit of I/O, digest and compression; a multiple of 4096.
-    codec: `"raw"`, or `"zstd"` (per block, at `zstd_level`).
+    codec: `"raw"`; `"zstd"`, each block by the method that leaves the fewest bytes; or `"auto"`, which
+        compresses only what is durable sooner for it, as samples of the state and the measured rate of the
+        storage tell. Compressed shards (`"zstd"`, `"auto"`) are no safetensors files.
+    zstd_level: for what is compressed as it is; byte planes of numbers take no level.
     direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never
     does.
     io_threads: parallel block reads or writes per rank.
@@ -33,7 +36,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     block_nbytes: int = 16 << 20
-    codec: Literal["raw", "zstd"] = "raw"
+    codec: Literal["raw", "zstd", "auto"] = "raw"
     zstd_level: int = 1
     direct_io: Literal["auto", "on", "off"] = "auto"
     io_threads: int = 4
@@ -55,8 +58,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             problems.append(
                 f"block_nbytes must be a positive multiple of {PAGE_NBYTES}, not {self.block_nbytes}"
             )
-        if self.codec not in ("raw", "zstd"):
-            problems.append(f'codec must be "raw" or "zstd", not {self.codec!r}')
+        if self.codec not in ("raw", "zstd", "auto"):
+            problems.append(f'codec must be "raw", "zstd" or "auto", not {self.codec!r}')
         if not -7 <= self.zstd_level <= 22:
             problems.append(f"zstd_level must be in [-7, 22], not {self.zstd_level}")
         if self.direct_io not in ("auto", "on", "off"):

@@ -119,7 +119,9 @@ class TrainConfig:
     keep_last: int | None = _option(
         None, "keep only the newest N checkpoints (default: all)", "checkpoints", "N"
     )
-    codec: Literal["raw", "zstd"] = _option("raw", "store shards as they are, or compressed", "checkpoints")
+    codec: Literal["raw", "zstd", "auto"] = _option(
+        "raw", "store shards as they are, compressed, or compressed where that is faster", "checkpoints"
+    )
     commit_timeout_s: float = _option(
         300.0, "fail a save that is not committed by then", "checkpoints", "SECONDS"
     )

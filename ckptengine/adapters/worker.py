@@ -15,6 +15,7 @@ from ckptengine.comm.transport import Transport
 from ckptengine.staging.arena import Arena, attach
 from ckptengine.storage.posix import PosixStore
 from ckptengine.write.messages import Outcome, TransportSpec, WriteTask, gone_key
+from ckptengine.write.methods import History
 from ckptengine.write.save import forget, report_failure, run_save
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def run(data: bytes) -> None:
         transport = _process.transport(task.transport)
     except ConnectionError as error:
         transport = _Unreachable(str(error))
-    outcome = run_save(task, store, transport, arena.status, arena.payload)
+    outcome = run_save(task, store, transport, arena.status, arena.payload, _process.history(task.root))
     _process.ended = True
     if task.rank == COORDINATOR:
         _process.tidy(task, transport, outcome)
@@ -63,6 +64,7 @@ class _Process:
         self._arenas: dict[int, Arena] = {}
         self._transports: dict[TransportSpec, Transport] = {}
         self._past_attempts: list[str] = []
+        self._histories: dict[str, History] = {}
 
     def arena(self, task: WriteTask) -> Arena:
         for serial in [serial for serial in self._arenas if serial not in task.live_arenas]:
@@ -72,6 +74,9 @@ class _Process:
         if ref.serial not in self._arenas:
             self._arenas[ref.serial] = attach(ref.pid, ref.fd, ref.capacity)
         return self._arenas[ref.serial]
+
+    def history(self, root: str) -> History:
+        return self._histories.setdefault(root, History())
 
     def transport(self, spec: TransportSpec) -> Transport:
         if spec not in self._transports:

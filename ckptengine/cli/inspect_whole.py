@@ -10,6 +10,7 @@ import msgspec
 
 from ckptengine.cli import render
 from ckptengine.cli.contents import Contents, Row
+from ckptengine.cli.stored import stored
 
 _TENSORS = (
     render.Column("TENSOR"),
@@ -135,9 +136,11 @@ def _facts(contents: Contents) -> list[tuple[str, str]]:
         ]
     source = shard or manifest
     assert source is not None
+    compressed = stored(contents)
     facts += [
         ("tensors", str(len(contents.tensors.names()))),
         ("codec", f"{source.codec}, in blocks of {render.human_nbytes(source.block_nbytes)}"),
+        *([("stored", str(compressed))] if compressed is not None else []),
         ("attempt", source.attempt),
     ]
     if manifest is not None:
@@ -162,6 +165,9 @@ def _head(contents: Contents) -> dict[str, Any]:
         "block_nbytes": source.block_nbytes,
         "fingerprint": None if manifest is None else manifest.fingerprint,
     }
+    compressed = stored(contents)
+    if compressed is not None:
+        head["stored"] = compressed.to_json()
     if shard is not None:
         head |= {
             "rank": shard.rank,

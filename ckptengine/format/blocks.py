@@ -7,6 +7,18 @@ from dataclasses import dataclass
 
 from ckptengine.format.limits import PAGE, round_up
 
+AS_IT_IS = "0"
+ZSTD = "1"
+PLANES = {2: "2", 4: "4", 8: "8"}
+"""How a block of a compressed shard is stored: as it is, as one zstd frame, or as one zstd frame of its byte
+planes, by the elements' size."""
+METHODS = frozenset((AS_IT_IS, ZSTD, *PLANES.values()))
+METHOD_NAMES = {
+    AS_IT_IS: "as they are",
+    ZSTD: "zstd",
+    **{method: f"zstd of {size}-byte planes" for size, method in PLANES.items()},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:

@@ -71,8 +71,8 @@ class ShardHeader:
     """All that a shard says about its bytes.
 
     tensors: in offset order, without pads. replicas: name → the rank whose shard holds the bytes. digests: 16
-    bytes per block, joined. stored_nbytes: each block's, in compressed shards only. header_nbytes: where the
-    data begins.
+    bytes per block, joined. stored_nbytes, methods: each block's stored length, and one character that says
+    how it is stored (`blocks.METHODS`), in compressed shards only. header_nbytes: where the data begins.
     """
 
     run: str
@@ -89,6 +89,7 @@ class ShardHeader:
     tree: Any = None
     digests: bytes = b""
     stored_nbytes: tuple[int, ...] | None = None
+    methods: str | None = None
     header_nbytes: int = 0
 
     @property

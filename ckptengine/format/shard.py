@@ -17,7 +17,7 @@ import msgspec
 
 from ckptengine.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptengine.format import dtypes, strict_json
-from ckptengine.format.blocks import BlockTable
+from ckptengine.format.blocks import AS_IT_IS, METHODS, ZSTD, BlockTable
 from ckptengine.format.digest import DIGEST_NBYTES, is_lower_hex
 from ckptengine.format.entries import METADATA_KEY, ShardHeader, TensorEntry, ViewEntry
 from ckptengine.format.geometry import Chunk
@@ -35,6 +35,7 @@ __all__ = [
     "encode_header",
     "header_nbytes",
     "seal_header",
+    "tensor_spans",
 ]
 
 PREFIX_NBYTES = 16
@@ -44,6 +45,8 @@ _VERSION = 1
 _MAGIC = b"CKPTZ\0\0"
 _ZSTD_MAGIC = _MAGIC + bytes([_VERSION])
 _STORED_DIGITS = 8
+_PER_BLOCK = (("stored", _STORED_DIGITS), ("methods", 1))
+"""What a compressed shard says of each block beside its digest, in so many characters."""
 _KEYS = "ckptengine."
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
@@ -97,11 +100,12 @@ class _Shard(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class HeaderTemplate:
-    """A header in its final size whose digests, and stored lengths, are still zeros."""
+    """A header in its final size whose digests, stored lengths and methods are still zeros."""
 
     data: bytes
     digests_at: int
     stored_at: int | None
+    methods_at: int | None
     n_blocks: int
 
     @property
@@ -120,7 +124,7 @@ def encode_header(header: ShardHeader) -> HeaderTemplate:
         f"{_KEYS}format": str(_VERSION),
         f"{_KEYS}shard": _dumps(_Shard(**{name: getattr(header, name) for name in _Shard.__struct_fields__})),
         f"{_KEYS}digests": "0" * (2 * DIGEST_NBYTES * n_blocks),
-        **({f"{_KEYS}stored": "0" * (_STORED_DIGITS * n_blocks)} if compressed else {}),
+        **({f"{_KEYS}{key}": "0" * (width * n_blocks) for key, width in _PER_BLOCK} if compressed else {}),
         f"{_KEYS}tensors": _dumps(_extras(header.tensors)),
         f"{_KEYS}views": _dumps({view.name: _view(view) for view in header.views}),
         f"{_KEYS}replicas": _dumps(header.replicas),
@@ -140,29 +144,60 @@ def encode_header(header: ShardHeader) -> HeaderTemplate:
         data=data,
         digests_at=_value_at(data, f"{_KEYS}digests"),
         stored_at=_value_at(data, f"{_KEYS}stored") if compressed else None,
+        methods_at=_value_at(data, f"{_KEYS}methods") if compressed else None,
         n_blocks=n_blocks,
     )
 
 
 def seal_header(
-    template: HeaderTemplate, digests: Sequence[bytes], stored: Sequence[int] | None = None
+    template: HeaderTemplate,
+    digests: Sequence[bytes],
+    stored: Sequence[int] | None = None,
+    methods: str | None = None,
 ) -> bytes:
-    """The finished header: the template with every block's digest and, if compressed, stored length."""
+    """The finished header: the template with every block's digest and, if compressed, stored length and
+    method."""
     if len(digests) != template.n_blocks or any(len(d) != DIGEST_NBYTES for d in digests):
         raise ValueError(f"needs {template.n_blocks} digests of {DIGEST_NBYTES} bytes, got {len(digests)}")
     if (stored is None) != (template.stored_at is None) or (
         stored is not None and len(stored) != len(digests)
     ):
         raise ValueError("stored lengths are needed for the blocks of a compressed shard, and for no other")
+    if (methods is None) != (template.methods_at is None) or (
+        methods is not None and (len(methods) != len(digests) or not METHODS.issuperset(methods))
+    ):
+        raise ValueError("a method is needed for each block of a compressed shard, and for no other")
     data = bytearray(template.data)
-    text = b"".join(digests).hex().encode()
-    data[template.digests_at : template.digests_at + len(text)] = text
+
+    def put(at: int, text: bytes) -> None:
+        data[at : at + len(text)] = text
+
+    put(template.digests_at, b"".join(digests).hex().encode())
     if stored is not None and template.stored_at is not None:
         if any(not 0 < length < 16**_STORED_DIGITS for length in stored):
             raise ValueError(f"a stored length does not fit: {stored}")
-        text = "".join(f"{length:0{_STORED_DIGITS}x}" for length in stored).encode()
-        data[template.stored_at : template.stored_at + len(text)] = text
+        put(template.stored_at, "".join(f"{length:0{_STORED_DIGITS}x}" for length in stored).encode())
+    if methods is not None and template.methods_at is not None:
+        put(template.methods_at, methods.encode())
     return bytes(data)
+
+
+def tensor_spans(template: HeaderTemplate) -> list[tuple[str, str, int, int]]:
+    """`(name, dtype, start, stop)` of each tensor, in offset order without pads. The template is trusted: it
+    is this version's own."""
+    at = template.data.index(b"{")
+    raw = msgspec.json.decode(template.data[at:], type=dict[str, msgspec.Raw])
+    metadata = msgspec.json.decode(raw.pop(METADATA_KEY), type=dict[str, str])
+    extras = msgspec.json.decode(metadata[f"{_KEYS}tensors"], type=dict[str, _Extra])
+    decode = msgspec.json.Decoder(_Tensor).decode
+    spans = []
+    for name, text in raw.items():
+        if name.startswith(PAD_PREFIX):
+            continue
+        entry, extra = decode(text), extras.get(name)
+        dtype = extra.dtype if extra is not None and extra.dtype is not None else None
+        spans.append((name, dtype or dtypes.torch_name(entry.dtype), *entry.data_offsets))
+    return spans
 
 
 def header_nbytes(prefix: bytes, path: str) -> int:
@@ -333,12 +368,16 @@ def _header(
     if compressed:
         known.add(f"{_KEYS}stored")
     ours = {key for key in metadata if key.startswith(_KEYS)}
+    if compressed:
+        # Shards from before byte planes do not have it.
+        known.update(ours & {f"{_KEYS}methods"})
     if ours != known:
         raise ValueError(f"metadata keys missing or unknown: {', '.join(sorted(ours ^ known))}")
     shard = _nested(metadata, "shard", _Shard)
     if (shard.codec == "zstd") != compressed:
         raise ValueError(f"codec {shard.codec!r} in a {'compressed' if compressed else 'raw'} shard")
     blocks = BlockTable(shard.data_nbytes, shard.block_nbytes)
+    stored = _stored(metadata[f"{_KEYS}stored"], blocks) if compressed else None
     header = ShardHeader(
         **msgspec.structs.asdict(shard),
         tensors=_tensors(tensors, _nested(metadata, "tensors", dict[str, _Extra]), shard.data_nbytes),
@@ -351,7 +390,8 @@ def _header(
         replicas=_nested(metadata, "replicas", dict[str, Size]),
         tree=_nested(metadata, "tree"),
         digests=_digests(metadata[f"{_KEYS}digests"], blocks.count),
-        stored_nbytes=_stored(metadata[f"{_KEYS}stored"], blocks) if compressed else None,
+        stored_nbytes=stored,
+        methods=None if stored is None else _methods(metadata.get(f"{_KEYS}methods"), stored, blocks),
         header_nbytes=nbytes,
     )
     header.validate()
@@ -435,3 +475,15 @@ def _stored(text: str, blocks: BlockTable) -> tuple[int, ...]:
         if not 0 < length <= stop - start:
             raise ValueError(f"block {i} of {stop - start} bytes is stored in {length}")
     return lengths
+
+
+def _methods(text: str | None, stored: tuple[int, ...], blocks: BlockTable) -> str:
+    lengths = [stop - start for start, stop in map(blocks.span, range(blocks.count))]
+    if text is None:
+        return "".join(AS_IT_IS if n == whole else ZSTD for n, whole in zip(stored, lengths, strict=True))
+    if len(text) != blocks.count or not METHODS.issuperset(text):
+        raise ValueError(f"{_KEYS}methods is not {blocks.count} known methods")
+    for i, (method, n, whole) in enumerate(zip(text, stored, lengths, strict=True)):
+        if (method == AS_IT_IS) != (n == whole):
+            raise ValueError(f"block {i} of {whole} bytes, stored in {n}, cannot be of method {method}")
+    return text

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckptengine.codecs import zstd
+from ckptengine.codecs import block as codec
 from ckptengine.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckptengine.format.blocks import stored_offsets
 from ckptengine.format.digest import digest
@@ -236,7 +236,8 @@ class ShardReader:
         if bytes(stored[length:]).strip(b"\0"):
             raise BlockDamagedError(self.damage(block, "the padding after it is not zero"))
         try:
-            zstd.decompress_into(stored[:length], plain)
+            assert self.header.methods is not None
+            codec.unpack_into(stored[:length], self.header.methods[block], plain)
         except ValueError as error:
             raise BlockDamagedError(self.damage(block, f"it does not decompress: {error}")) from None
         return plain, source

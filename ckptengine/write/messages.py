@@ -49,11 +49,14 @@ class WriteTask(msgspec.Struct, frozen=True, kw_only=True):
     header_nbytes: int
     digests_at: int
     stored_at: int | None
+    methods_at: int | None
     data_offset: int
     data_nbytes: int
     block_nbytes: int
     codec: Literal["raw", "zstd"]
     zstd_level: int
+    auto: bool
+    """Compress only what is through sooner for it."""
     direct_io: Literal["auto", "on", "off"]
     io_threads: int
     transport: TransportSpec

@@ -36,7 +36,8 @@ from ckptengine.write.messages import (
     ready_key,
     receipt_key,
 )
-from ckptengine.write.shard_writer import write_shard
+from ckptengine.write.methods import History
+from ckptengine.write.shard_writer import Compression, write_shard
 from ckptengine.write.waiting import wait_for_key
 
 logger = logging.getLogger(__name__)
@@ -45,13 +46,18 @@ STATUS_INTERVAL_S = 0.05
 
 
 def run_save(
-    task: WriteTask, store: Store, transport: Transport, page: StatusPage, payload: memoryview
+    task: WriteTask,
+    store: Store,
+    transport: Transport,
+    page: StatusPage,
+    payload: memoryview,
+    history: History,
 ) -> Outcome:
     """Bring the staged bytes in `payload` to the commit; how it ended is on the status page and returned,
-    never raised."""
+    never raised. `history`: what earlier saves to this root have shown."""
     reporter = _Reporter(task, page)
     try:
-        receipt = _make_durable(task, store, transport, payload, reporter)
+        receipt = _make_durable(task, store, transport, payload, reporter, history)
     except Exception as error:
         logger.warning("step %d, attempt %s, rank %d: %s", task.step, task.attempt, task.rank, error)
         receipt = Receipt(rank=task.rank, failure=Failure.of(error, task.rank))
@@ -105,7 +111,12 @@ def step_path(task: WriteTask) -> str:
 
 
 def _make_durable(
-    task: WriteTask, store: Store, transport: Transport, payload: memoryview, reporter: _Reporter
+    task: WriteTask,
+    store: Store,
+    transport: Transport,
+    payload: memoryview,
+    reporter: _Reporter,
+    history: History,
 ) -> Receipt:
     _prepare_directory(task, store, transport)
     reporter.writing()
@@ -115,6 +126,7 @@ def _make_durable(
         data=header,
         digests_at=task.digests_at,
         stored_at=task.stored_at,
+        methods_at=task.methods_at,
         n_blocks=BlockTable(task.data_nbytes, task.block_nbytes).count,
     )
     written = write_shard(
@@ -123,7 +135,7 @@ def _make_durable(
         template=template,
         data=data,
         block_nbytes=task.block_nbytes,
-        zstd_level=task.zstd_level if task.codec == "zstd" else None,
+        compression=Compression(task.zstd_level, task.auto, history) if task.codec == "zstd" else None,
         threads=task.io_threads,
         on_progress=reporter.wrote,
         on_written=reporter.written,

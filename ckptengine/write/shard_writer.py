@@ -1,26 +1,44 @@
 """Writes one rank's staged bytes as a shard file: blocks in parallel, the header last.
 
 Digests are taken of the staged bytes, block by block, while they are in cache. The writer's memory beyond the
-arena is one buffer per thread: of up to 8 MiB for raw shards, of a block (and its compressed form) else.
+arena is per thread: one buffer of up to 8 MiB for raw shards; for compressed ones three of a block, for its
+planes, its frame, and the frame in pages.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ckptengine.codecs import block as codec
 from ckptengine.codecs import zstd
-from ckptengine.format.blocks import BlockTable
+from ckptengine.errors import StorageError
+from ckptengine.format.blocks import AS_IT_IS, BlockTable
 from ckptengine.format.digest import digest, hexdigest
 from ckptengine.format.limits import PAGE
-from ckptengine.format.shard import HeaderTemplate, seal_header
+from ckptengine.format.shard import HeaderTemplate, seal_header, tensor_spans
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.store import BlockWriter, Store
 from ckptengine.write import raw_block
+from ckptengine.write.groups import group
+from ckptengine.write.methods import Chooser, History
 
 Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How a compressed shard is to be compressed. `level` is zstd's; `auto` leaves blocks as they are where
+    the device is faster than the codec, as `history` tells, which also learns from the shard."""
+
+    level: int
+    auto: bool
+    history: History
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,49 +56,127 @@ def write_shard(
     template: HeaderTemplate,
     data: memoryview,
     block_nbytes: int,
-    zstd_level: int | None,
+    compression: Compression | None,
     threads: int,
     on_progress: Progress = lambda nbytes: None,
     on_written: Callable[[], None] = lambda: None,
 ) -> WrittenShard:
     """Write and sync the shard at `path`, which must not exist; `data` is its whole data section.
 
-    `zstd_level` None writes a raw shard. `on_progress` gets the staged bytes done so far, from any thread;
+    `compression` None writes a raw shard. `on_progress` gets the staged bytes done so far, from any thread;
     `on_written` is called between the last write and the sync. On any error the file is removed as far as
     possible and the error raised: after a failed write or sync nothing about the file can be trusted, so it
     is never written again.
     """
     blocks = BlockTable(len(data), block_nbytes)
-    # The final size of a compressed shard is not known, and blocks past the end would have to be given back.
-    nbytes = template.nbytes + len(data) if zstd_level is None else 0
-    writer = store.create(path, nbytes=nbytes)
+    writer = _create(store, path, template.nbytes + len(data), needed=compression is None)
+    meter = _Meter()
     try:
-        section = _Section(writer, template.nbytes, data, blocks, on_progress)
-        digests, stored = (
-            section.write_raw(threads) if zstd_level is None else section.write_zstd(threads, zstd_level)
-        )
-        header = seal_header(template, digests, stored)
+        section = _Section(writer, template.nbytes, data, blocks, meter, on_progress)
+        stored: list[int] | None = None
+        methods: str | None = None
+        if compression is None:
+            digests = section.write_raw(threads)
+        else:
+            chooser = Chooser(
+                group(tensor_spans(template)),
+                data,
+                blocks,
+                level=compression.level,
+                auto=compression.auto,
+                direct=writer.direct,
+                threads=threads,
+                history=compression.history,
+            )
+            digests, stored, methods = section.write_compressed(threads, compression, chooser)
+        header = seal_header(template, digests, stored, methods)
         # No sync between data and header: a header that reaches the disk before its blocks is found out by
         # their digests, and nothing refers to this file before the sync below.
         writer.pwrite(0, memoryview(header))
         on_written()
-        size = writer.finish()
+        with meter.writing(0):
+            size = writer.finish(None if stored is None else template.nbytes + sum(map(_rounded, stored)))
     except BaseException:
         writer.abort()
         raise
+    if compression is not None and methods is not None:
+        meter.teach(compression.history, threads, compressed=2 * methods.count(AS_IT_IS) < len(methods))
     return WrittenShard(size, hexdigest(header))
+
+
+def _create(store: Store, path: str, nbytes: int, *, needed: bool) -> BlockWriter:
+    """The new file, with `nbytes` reserved: writes that extend a file wait for each other. A compressed shard
+    may fit where these do not; what it leaves is given back at the end."""
+    try:
+        return store.create(path, nbytes=nbytes)
+    except StorageError as error:
+        if needed or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return store.create(path, nbytes=0)
+
+
+class _Meter:
+    """Where the time of one shard goes: seconds with at least one write under way, and those in the codec."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._began = 0.0
+        self._seconds = 0.0
+        self._nbytes = 0
+        self._cpu_s = self._wall_s = 0.0
+
+    @contextmanager
+    def writing(self, nbytes: int) -> Iterator[None]:
+        with self._lock:
+            if not self._under_way:
+                self._began = time.monotonic()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                self._nbytes += nbytes
+                if not self._under_way:
+                    self._seconds += time.monotonic() - self._began
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        wall, cpu = time.monotonic(), time.thread_time()
+        yield
+        with self._lock:
+            self._wall_s += time.monotonic() - wall
+            self._cpu_s += time.thread_time() - cpu
+
+    def written(self) -> tuple[int, float]:
+        """Bytes, and the seconds in which they were written."""
+        with self._lock:
+            now = time.monotonic() - self._began if self._under_way else 0.0
+            return self._nbytes, self._seconds + now
+
+    def teach(self, history: History, threads: int, *, compressed: bool) -> None:
+        history.wrote(*self.written(), compressed=compressed)
+        history.packed(self._cpu_s, self._wall_s, threads)
 
 
 class _Section:
     """The data section of one shard while it is written."""
 
     def __init__(
-        self, writer: BlockWriter, base: int, data: memoryview, blocks: BlockTable, on_progress: Progress
+        self,
+        writer: BlockWriter,
+        base: int,
+        data: memoryview,
+        blocks: BlockTable,
+        meter: _Meter,
+        on_progress: Progress,
     ) -> None:
         self._writer = writer
         self._base = base
         self._data = data
         self._blocks = blocks
+        self._meter = meter
         self._on_progress = on_progress
         self._turn = threading.Condition()
         self._next_block = 0
@@ -90,7 +186,7 @@ class _Section:
         self._next_placed = 0
         self._next_offset = base
 
-    def write_raw(self, threads: int) -> tuple[list[bytes], None]:
+    def write_raw(self, threads: int) -> list[bytes]:
         digests = [b""] * self._blocks.count
         largest = raw_block.buffer_nbytes(min(self._blocks.block_nbytes, len(self._data)))
 
@@ -105,31 +201,48 @@ class _Section:
             return write
 
         self._run([with_own_buffer() for _ in range(min(threads, self._blocks.count))])
-        return digests, None
+        return digests
 
-    def write_zstd(self, threads: int, level: int) -> tuple[list[bytes], list[int]]:
+    def write_compressed(
+        self, threads: int, compression: Compression, chooser: Chooser
+    ) -> tuple[list[bytes], list[int], str]:
         digests = [b""] * self._blocks.count
         stored = [0] * self._blocks.count
+        methods = [AS_IT_IS] * self._blocks.count
+        largest = _rounded(min(self._blocks.block_nbytes, len(self._data)))
 
-        def with_own_buffer() -> Callable[[int], None]:
-            buffer = AlignedBuffer(_rounded(min(self._blocks.block_nbytes, len(self._data))))
+        def with_own_buffers() -> Callable[[int], None]:
+            planes, pages = AlignedBuffer(largest, huge=True), AlignedBuffer(largest)
 
             def write(index: int) -> None:
                 start, stop = self._blocks.span(index)
                 block = self._data[start:stop]
-                digests[index] = digest(block)
-                packed = zstd.compress(block, level)
-                content = memoryview(block if packed is None else packed)
-                padded = _rounded(len(content))
-                buffer.view[: len(content)] = content
-                buffer.view[len(content) : padded] = bytes(padded - len(content))
-                stored[index] = len(content)
-                self._writer.pwrite(self._place(index, padded), buffer.view[:padded])
+                method = chooser.method(index)
+                packed = None
+                if method != AS_IT_IS:
+                    with self._meter.packing():
+                        packed = codec.pack(block, method, compression.level, planes.view)
+                if packed is None:
+                    stored[index] = len(block)
+                    offset = self._place(index, len(block))
+                    with self._meter.writing(len(block)):
+                        digests[index] = raw_block.write(self._writer, offset, block, pages)
+                else:
+                    stored[index], methods[index] = len(packed), method
+                    digests[index] = digest(block)
+                    content = pages.view[: _rounded(len(packed))]
+                    zstd.copy(packed, content)
+                    content[len(packed) :] = bytes(len(content) - len(packed))
+                    offset = self._place(index, len(content))
+                    with self._meter.writing(len(content)):
+                        self._writer.pwrite(offset, content)
+                chooser.wrote(index, methods[index], *self._meter.written())
 
             return write
 
-        self._run([with_own_buffer() for _ in range(min(threads, self._blocks.count))])
-        return digests, stored
+        workers = [with_own_buffers() for _ in range(min(threads, self._blocks.count))]
+        self._run(workers, beside=chooser.prepare, on_failure=chooser.stop)
+        return digests, stored, "".join(methods)
 
     def _place(self, index: int, nbytes: int) -> int:
         """The offset of block `index`, whose stored size is known now; waits for the blocks before it."""
@@ -143,7 +256,14 @@ class _Section:
             self._turn.notify_all()
             return offset
 
-    def _run(self, workers: list[Callable[[int], None]]) -> None:
+    def _run(
+        self,
+        workers: list[Callable[[int], None]],
+        *,
+        beside: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Share the blocks out among the workers, one thread each; `beside` is run by the calling thread."""
         if not workers:
             return
 
@@ -153,13 +273,23 @@ class _Section:
                     write(index)
                     self._finished(index)
             except BaseException:
-                with self._turn:
-                    self._failed = True
-                    self._turn.notify_all()
+                fail()
                 raise
 
+        def fail() -> None:
+            with self._turn:
+                self._failed = True
+                self._turn.notify_all()
+            on_failure()
+
         with ThreadPoolExecutor(len(workers), thread_name_prefix="ckpt-write") as pool:
-            failures = [future.exception() for future in [pool.submit(drain, write) for write in workers]]
+            futures = [pool.submit(drain, write) for write in workers]
+            try:
+                beside()
+            except BaseException:
+                fail()
+                raise
+            failures = [future.exception() for future in futures]
         for failure in failures:
             if failure is not None and not isinstance(failure, _Stopped):
                 raise failure

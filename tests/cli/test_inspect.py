@@ -191,6 +191,20 @@ def test_a_shard_file_is_shown_by_itself(ckpt: Run, step: Path) -> None:
     assert "608 of 1,230 elements" in ckpt("inspect", shard, "flat").out
 
 
+def test_compressed_shards_show_how_their_blocks_are_stored(ckpt: Run, tmp_path: Path) -> None:
+    step = write_checkpoint(tmp_path, 1, codec="zstd")
+    whole = ckpt("inspect", step, "--json").json["stored"]
+    parts = [ckpt("inspect", shard, "--json").json["stored"] for shard in sorted((step / ATTEMPT).iterdir())]
+    for key in ("data_nbytes", "stored_nbytes"):
+        assert whole[key] == sum(part[key] for part in parts)
+    sizes = [shard.stat().st_size - 4096 for shard in sorted((step / ATTEMPT).iterdir())]
+    assert [part["stored_nbytes"] for part in parts] == sizes
+    assert sum(whole["blocks"].values()) == whole["data_nbytes"] // 4096
+    assert "zstd" in whole["blocks"]
+    assert "times smaller; blocks:" in ckpt("inspect", step).out
+    assert "stored" not in ckpt("inspect", write_checkpoint(tmp_path, 2), "--json").json
+
+
 def test_a_shard_that_no_manifest_names_says_so(ckpt: Run, step: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone.safetensors"
     shutil.copy(step / ATTEMPT / "shard-00000.safetensors", alone)

@@ -179,6 +179,7 @@ def _more(*entries: tuple[str, str, list[int], dict[str, Any]]) -> Mutation:
         parts.meta["ckptengine.digests"] = "0" * 32 * blocks
         if parts.shard["codec"] == "zstd":
             parts.meta["ckptengine.stored"] = "00000001" * blocks
+            parts.meta["ckptengine.methods"] = "1" * blocks
 
     return _edit(edit)
 
@@ -677,6 +678,17 @@ def _stored(edit: Callable[[str], str]) -> Mutation:
     return _edit(lambda p: p.meta.update({"ckptengine.stored": edit(p.stored)}))
 
 
+def _methods(edit: Callable[[str], str]) -> Mutation:
+    return _edit(lambda p: p.meta.update({"ckptengine.methods": edit(p.methods)}))
+
+
+def _whole(parts: _Parts) -> None:
+    """Its first block stored as it is, under a method that compresses."""
+    nbytes = min(parts.shard["block_nbytes"], parts.shard["data_nbytes"])
+    parts.meta["ckptengine.stored"] = f"{nbytes:08x}" + parts.stored[8:]
+    parts.meta["ckptengine.methods"] = "2" + parts.methods[1:]
+
+
 _COMPRESSED: list[tuple[str, Mutation]] = [
     ("container version 0", lambda d: d[:7] + b"\0" + d[8:]),
     ("container without magic", lambda d: d[8:]),
@@ -690,6 +702,15 @@ _COMPRESSED: list[tuple[str, Mutation]] = [
     ("a length in upper case", _stored(lambda s: "0000000A" + s[8:])),
     ("a length not hexadecimal", _stored(lambda s: "0000000g" + s[8:])),
     ("a length with a sign", _stored(lambda s: "+0000001" + s[8:])),
+    ("methods empty", _methods(lambda s: "")),
+    ("methods too few", _methods(lambda s: s[1:])),
+    ("methods too many", _methods(lambda s: s + "1")),
+    *(
+        (f"a method {method!r}", _methods(lambda s, method=method: method + s[1:]))
+        for method in ("3", "5", "9", "a", "f", " ", "-", "\0", "１")
+    ),
+    ("a short block said to be as it is", _methods(lambda s: "0" + s[1:])),
+    ("a whole block said to be compressed", _edit(_whole)),
 ]
 
 # --- Manifests

@@ -82,8 +82,9 @@ def sealed_header(*, rank: int = 0, codec: str = "raw") -> bytes:
     data = shard_data()
     spans = [header.blocks.span(i) for i in range(header.blocks.count)]
     digests = [digest(data[start:stop]) for start, stop in spans]
-    stored = [300, 4096, 5] if codec == "zstd" else None
-    return seal_header(encode_header(header), digests, stored)
+    if codec == "raw":
+        return seal_header(encode_header(header), digests)
+    return seal_header(encode_header(header), digests, [300, 4096, 5], "102")
 
 
 def plain_header(codec: str = "raw") -> bytes:
@@ -98,7 +99,8 @@ def plain_header(codec: str = "raw") -> bytes:
         replicas={},
         tree={"weight": {"$": "t", "i": 0}},
     )
-    return seal_header(encode_header(header), [digest(bytes(4096))], [17] if codec == "zstd" else None)
+    stored, methods = ([17], "4") if codec == "zstd" else (None, None)
+    return seal_header(encode_header(header), [digest(bytes(4096))], stored, methods)
 
 
 def plain_manifest() -> bytes:

@@ -15,6 +15,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptengine.format.blocks import AS_IT_IS
 from ckptengine.format.digest import DIGEST_NBYTES, digest
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.shard import (
@@ -26,6 +27,7 @@ from ckptengine.format.shard import (
     encode_header,
     header_nbytes,
     seal_header,
+    tensor_spans,
 )
 from tests.format import examples
 from tests.format.strategies import few, shard_headers
@@ -33,27 +35,36 @@ from tests.format.strategies import few, shard_headers
 PATH = "shard-00000.safetensors"
 
 
-def sealed(header: ShardHeader, seed: int = 0) -> tuple[bytes, list[bytes], list[int] | None]:
+Sealed = tuple[bytes, list[bytes], list[int] | None, str | None]
+
+
+def sealed(header: ShardHeader, seed: int = 0) -> Sealed:
+    """The header's bytes, and the digests, stored lengths and methods in it."""
     template = encode_header(header)
     digests = [digest(bytes([seed, i % 256])) for i in range(template.n_blocks)]
-    stored = None
+    stored = methods = None
     if header.codec == "zstd":
         spans = [header.blocks.span(i) for i in range(template.n_blocks)]
-        stored = [1 + (seed + i) % (stop - start) for i, (start, stop) in enumerate(spans)]
-    return seal_header(template, digests, stored), digests, stored
+        stored = [stop - start - (seed + i) % (stop - start) for i, (start, stop) in enumerate(spans)]
+        methods = "".join(
+            AS_IT_IS if length == stop - start else "1248"[(seed + i) % 4]
+            for i, (length, (start, stop)) in enumerate(zip(stored, spans, strict=True))
+        )
+    return seal_header(template, digests, stored, methods), digests, stored, methods
 
 
 @few
 @given(shard_headers(), st.integers(0, 255))
 def test_header_comes_back_with_its_digests(header: ShardHeader, seed: int) -> None:
     template = encode_header(header)
-    data, digests, stored = sealed(header, seed)
+    data, digests, stored, methods = sealed(header, seed)
     assert len(data) == template.nbytes
     assert header_nbytes(data[:PREFIX_NBYTES], PATH) == len(data)
     assert decode_header(data, path=PATH) == replace(
         header,
         digests=b"".join(digests),
         stored_nbytes=None if stored is None else tuple(stored),
+        methods=methods,
         header_nbytes=len(data),
     )
 
@@ -61,15 +72,15 @@ def test_header_comes_back_with_its_digests(header: ShardHeader, seed: int) -> N
 @few
 @given(shard_headers())
 def test_decoded_header_encodes_to_the_same_bytes(header: ShardHeader) -> None:
-    data, digests, stored = sealed(header)
+    data, *filled = sealed(header)
     again = encode_header(decode_header(data, path=PATH))
-    assert seal_header(again, digests, stored) == data
+    assert seal_header(again, *filled) == data
 
 
 @few
 @given(shard_headers())
 def test_header_starts_the_data_on_a_page_and_is_padded_with_spaces(header: ShardHeader) -> None:
-    data, _, _ = sealed(header)
+    data, *_ = sealed(header)
     assert len(data) % 4096 == 0
     at = 16 if header.codec == "zstd" else 8
     assert int.from_bytes(data[at - 8 : at], "little") == len(data) - at
@@ -82,9 +93,9 @@ def test_header_starts_the_data_on_a_page_and_is_padded_with_spaces(header: Shar
 def test_example_with_everything_comes_back(codec: str) -> None:
     data = examples.sealed_header(codec=codec)
     header = decode_header(data, path=PATH)
-    assert replace(header, digests=b"", stored_nbytes=None, header_nbytes=0) == examples.shard_header(
-        codec=codec
-    )
+    assert replace(
+        header, digests=b"", stored_nbytes=None, methods=None, header_nbytes=0
+    ) == examples.shard_header(codec=codec)
     assert header.leaf_names[0] == "embed.weight"
     assert header.leaf_names[-1] == "norm.weight"
     assert header.blocks.count == 3
@@ -107,7 +118,7 @@ def test_twenty_thousand_tensors_come_back() -> None:
         data_nbytes=157 * 4096,
         tree={t.name: {"$": "t", "i": i} for i, t in enumerate(tensors)},
     )
-    data, _, _ = sealed(header)
+    data, *_ = sealed(header)
     assert decode_header(data, path=PATH).tensors == tensors
 
 
@@ -134,7 +145,7 @@ def test_metadata_key_inside_a_name_or_value_does_not_misplace_the_digests() -> 
         data_nbytes=4096,
         tree={trap: trap, "\\" + trap: {"$": "t", "i": 0}},
     )
-    data, digests, _ = sealed(header)
+    data, digests, *_ = sealed(header)
     assert decode_header(data, path=PATH) == replace(
         header, digests=b"".join(digests), header_nbytes=len(data)
     )
@@ -147,18 +158,42 @@ def test_seal_refuses_digests_that_do_not_fit() -> None:
     )
     good = [bytes(DIGEST_NBYTES)] * 3
     seal_header(raw, good)
-    seal_header(compressed, good, [1, 1, 1])
-    for template, digests, stored in (
-        (raw, good[:2], None),
-        (raw, [*good[:2], b"short"], None),
-        (raw, good, [1, 1, 1]),
-        (compressed, good, None),
-        (compressed, good, [1, 1]),
-        (compressed, good, [1, 1, 0]),
-        (compressed, good, [1, 1, 2**32]),
+    seal_header(compressed, good, [1, 1, 1], "012")
+    for template, digests, stored, methods in (
+        (raw, good[:2], None, None),
+        (raw, [*good[:2], b"short"], None, None),
+        (raw, good, [1, 1, 1], None),
+        (raw, good, None, "000"),
+        (raw, good, [1, 1, 1], "000"),
+        (compressed, good, None, None),
+        (compressed, good, [1, 1, 1], None),
+        (compressed, good, None, "111"),
+        (compressed, good, [1, 1], "111"),
+        (compressed, good, [1, 1, 0], "111"),
+        (compressed, good, [1, 1, 2**32], "111"),
+        (compressed, good, [1, 1, 1], "11"),
+        (compressed, good, [1, 1, 1], "1111"),
+        (compressed, good, [1, 1, 1], "113"),
     ):
         with pytest.raises(ValueError):
-            seal_header(template, digests, stored)
+            seal_header(template, digests, stored, methods)
+
+
+def test_compressed_header_of_before_byte_planes_says_by_its_lengths_what_is_compressed() -> None:
+    data = examples.sealed_header(codec="zstd")
+    outer = json.loads(data[16:])
+    assert outer["__metadata__"].pop("ckptengine.methods") == "102"
+    text = json.dumps(outer).encode().ljust(len(data) - 16)
+    header = decode_header(data[:8] + len(text).to_bytes(8, "little") + text, path=PATH)
+    assert header.stored_nbytes == (300, 4096, 5)
+    assert header.methods == "101"
+
+
+@few
+@given(shard_headers())
+def test_template_tells_what_lies_where(header: ShardHeader) -> None:
+    spans = tensor_spans(encode_header(header))
+    assert spans == [(t.name, t.dtype, t.start, t.stop) for t in header.tensors]
 
 
 def tensor(**changes: Any) -> TensorEntry:
@@ -258,7 +293,7 @@ def test_raw_shard_is_read_by_safetensors_for_torch(raw_shard: Path) -> None:
 @few
 @given(shard_headers().filter(lambda header: header.codec == "raw"))
 def test_safetensors_sees_every_tensor_where_it_lies(header: ShardHeader) -> None:
-    data, _, _ = sealed(header)
+    data, *_ = sealed(header)
     section = np.arange(header.data_nbytes, dtype=np.uint32).astype(np.uint8).tobytes()
     found = dict(safetensors.deserialize(data + section))
     for entry in header.tensors:

@@ -47,6 +47,21 @@ def exotic_state() -> dict[str, Any]:
     return {name: of_dtype(name) for name in EXOTIC_DTYPES}
 
 
+def compressible_state() -> dict[str, Any]:
+    """Tensors of one block each, which are stored best as they are, compressed, or as planes of each size."""
+    count = torch.arange(512, dtype=torch.int64)
+    noise = torch.zeros(4096, dtype=torch.int64)
+    for i in range(1, 4096):
+        noise[i] = (noise[i - 1] * 1_103_515_245 + 12_345) % 2**31
+    return {
+        "noise": (noise >> 16).to(torch.uint8),
+        "text": torch.frombuffer(bytearray(b"all work and no play " * 196)[:4096], dtype=torch.uint8),
+        "half": ((noise[:2048] >> 8) % 1000 / 1000 + 1).to(torch.bfloat16),
+        "single": ((noise[:1024] >> 4) / 2**28 + 1).to(torch.float32),
+        "double": count * 1_000_003,
+    }
+
+
 def layouts() -> dict[str, torch.Tensor]:
     line = torch.arange(40, dtype=torch.int32)
     weight = torch.arange(12, dtype=torch.float32).view(3, 4)

@@ -45,6 +45,8 @@ def main(directory: Path) -> None:
             sys.exit("a rank failed")
     with ck.Checkpointer(directory / "dtypes", config=ck.Config(block_nbytes=4096)) as ckpt:
         ckpt.save(expected.STEP, expected.exotic_state(), metadata=expected.METADATA)
+    with ck.Checkpointer(directory / "planes", config=ck.Config(block_nbytes=4096, codec="zstd")) as ckpt:
+        ckpt.save(expected.STEP, expected.compressible_state(), metadata=expected.METADATA)
     for path in sorted(directory.rglob("MANIFEST.json")):
         print(path.parent.relative_to(directory), ck.verify(path.parent).fingerprint)
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptengine.codecs import zstd
+from ckptengine.codecs.block import pack
 from ckptengine.format import dtypes
+from ckptengine.format.blocks import AS_IT_IS, PLANES, ZSTD
 from ckptengine.format.digest import digest, hexdigest
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.index import build_index
@@ -218,7 +219,7 @@ def rewrite_shard(step_path: str | Path, rank: int, **changes: Any) -> None:
     old = decode_header(data[: ref.header_nbytes], path=ref.path)
     new = replace(old, **changes)
     digests = [new.block_digest(i) for i in range(new.blocks.count)]
-    sealed = seal_header(encode_header(new), digests, new.stored_nbytes)
+    sealed = seal_header(encode_header(new), digests, new.stored_nbytes, new.methods)
     path.write_bytes(sealed + data[ref.header_nbytes :])
     size = len(sealed) + len(data) - ref.header_nbytes
     refs = list(manifest.shards)
@@ -267,9 +268,18 @@ def shard_bytes(
     if tree is None:
         tree = {"model": {name: {"$": "t", "i": i} for i, name in enumerate(names)}, **content.values}
     blocks = [bytes(data[at : at + block_nbytes]) for at in range(0, data_nbytes, block_nbytes)]
-    stored = blocks
+    stored, methods = blocks, AS_IT_IS * len(blocks)
     if codec == "zstd":
-        stored = [zstd.compress(memoryview(block), 1) or block for block in blocks]
+        # By turns, so that every checkpoint has all that can be.
+        by_turns = (ZSTD, *PLANES.values())
+        packed = [
+            pack(memoryview(block), by_turns[i % len(by_turns)], 1, memoryview(bytearray(len(block))))
+            for i, block in enumerate(blocks)
+        ]
+        stored = [frame or block for frame, block in zip(packed, blocks, strict=True)]
+        methods = "".join(
+            AS_IT_IS if frame is None else by_turns[i % len(by_turns)] for i, frame in enumerate(packed)
+        )
     header = ShardHeader(
         run=attempt.rsplit("-", 1)[0],
         attempt=attempt,
@@ -285,6 +295,7 @@ def shard_bytes(
         tree=tree,
         digests=b"".join(digest(block) for block in blocks),
         stored_nbytes=tuple(len(block) for block in stored) if codec == "zstd" else None,
+        methods=methods if codec == "zstd" else None,
         header_nbytes=0,
     )
     template = encode_header(header)
@@ -292,6 +303,7 @@ def shard_bytes(
         template,
         [digest(block) for block in blocks],
         list(header.stored_nbytes) if header.stored_nbytes else None,
+        header.methods,
     )
     file = bytearray(sealed)
     for block in stored:

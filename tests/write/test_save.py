@@ -33,6 +33,7 @@ from ckptengine.storage.store import Store
 from ckptengine.testing.faulty import FaultyStore
 from ckptengine.testing.nondurable import NonDurableStore, SimulatedCrash
 from ckptengine.write.messages import ArenaRef, Outcome, SaveStatus, TransportSpec, WriteTask
+from ckptengine.write.methods import History
 from ckptengine.write.save import run_save
 
 RUN = RunId(3, 1_700_000_000_000, "00c0ffee")
@@ -85,11 +86,13 @@ def staged(
         header_nbytes=template.nbytes,
         digests_at=template.digests_at,
         stored_at=template.stored_at,
+        methods_at=template.methods_at,
         data_offset=template.nbytes,
         data_nbytes=nbytes,
         block_nbytes=BLOCK,
         codec=codec,
         zstd_level=1,
+        auto=False,
         direct_io="auto",
         io_threads=2,
         transport=TransportSpec(kind="none"),
@@ -112,7 +115,7 @@ def save_on_all_ranks(
     def run(rank: int) -> Outcome:
         task, payload = staged(root, step, rank, save, ranks=len(stores), **options)  # type: ignore[arg-type]
         page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
-        outcome = run_save(task, stores[rank], transport, page, payload)
+        outcome = run_save(task, stores[rank], transport, page, payload, History())
         seen = msgspec.msgpack.decode(page.read() or b"", type=SaveStatus)
         assert (seen.state, seen.outcome) == ("ended", outcome)
         return outcome
@@ -262,7 +265,7 @@ def test_a_power_cut_at_any_moment_leaves_whole_checkpoints_only(seed: int | Non
 def test_a_rank_that_never_reports_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
     task, payload = staged(str(tmp_path), 1, 0, 1, ranks=RANKS, timeout_s=1.0)
     page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
-    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload)
+    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload, History())
     assert not outcome.committed
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.kind) == (1, "CommitTimeoutError")
@@ -272,6 +275,6 @@ def test_a_rank_that_never_reports_is_named_when_the_deadline_passes(tmp_path: P
 def test_a_coordinator_that_never_comes_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
     task, payload = staged(str(tmp_path), 1, 1, 1, ranks=RANKS, timeout_s=1.0)
     page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
-    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload)
+    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload, History())
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.kind) == (0, "CommitTimeoutError")
