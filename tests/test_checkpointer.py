@@ -359,7 +359,24 @@ def test_compressed_shards_restore_and_are_smaller(tmp_path: Path) -> None:
     assert same(found, state)
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_save_that_compresses_where_it_pays_restores_whatever_it_chose(tmp_path: Path) -> None:
+    state = {
+        "zeros": torch.zeros(1 << 20),
+        "half": torch.randn(1 << 20).bfloat16(),
+        "noise": torch.randint(0, 256, (1 << 20,), dtype=torch.uint8),
+    }
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=1 << 17, codec="auto")) as ckpt:
+        for step in range(3):
+            ckpt.save(step, state)
+            assert read_manifest(step_path(tmp_path, step)).codec == "zstd"
+            assert shard_of(tmp_path, step).suffix == ".ckptz"
+            found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            ckpt.restore(found)
+            assert same(found, state)
+    assert ck.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd", "auto"])
 def test_an_empty_state_can_be_saved(tmp_path: Path, codec: Any) -> None:
     with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=4096, codec=codec)) as ckpt:
         for step, state in enumerate([{}, [], (), {"nothing": torch.zeros(0, 3)}, [{}]]):

@@ -18,7 +18,7 @@ import torch
 import ckptengine as ck
 from ckptengine.format.blocks import stored_offsets
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME
-from ckptengine.format.shard import decode_header
+from ckptengine.format.shard import ShardHeader, decode_header
 from tests.adapters.fake import same
 from tests.helpers.checkpoints import flip, read_manifest
 
@@ -37,6 +37,7 @@ def saved_state() -> dict[str, Any]:
     weight = torch.randn(900, generator=generator)
     return {
         "text": torch.frombuffer(bytearray(b"all work and no play " * 150), dtype=torch.uint8),
+        "planes": torch.arange(600, dtype=torch.int64) * 1_000_003,
         "numbers": torch.arange(120, dtype=torch.int64).view(10, 12).t(),
         "model": {"weight": weight, "tied": weight, "half": torch.ones(33, dtype=torch.bfloat16)},
         "values": [1, 2.5, "three", (True, None), b"\1\2", {4: float("nan")}],
@@ -46,7 +47,7 @@ def saved_state() -> dict[str, Any]:
 
 def scrambled() -> dict[str, Any]:
     state = saved_state()
-    for tensor in (state["text"], state["numbers"], state["model"]["weight"], state["model"]["half"]):
+    for tensor in (*(state[key] for key in ("text", "planes", "numbers")), *state["model"].values()):
         tensor.fill_(0)
     return state | {"values": [None] * 6, "large": b""}
 
@@ -59,6 +60,8 @@ class Flipped:
         self._expected = saved_state()
         self.path = Path(ckpt.save(STEP, self._expected, metadata={"note": "metadata is digested, too"}).path)
         self.shard = self.path / read_manifest(self.path).shards[0].path
+        if self.shard.suffix == ".ckptz":
+            assert {"1", "8"} <= set(self.header().methods or "")
         self.files = [self.path / MANIFEST_NAME, self.path / INDEX_NAME, self.shard]
         self.harmless: Counter[str] = Counter()
         self.flips = 0
@@ -94,12 +97,16 @@ class Flipped:
             return "something else"
         return "the state" if same(state, self._expected) else "something else"
 
+    def header(self) -> ShardHeader:
+        nbytes = read_manifest(self.path).shards[0].header_nbytes
+        return decode_header(self.shard.read_bytes()[:nbytes], path="")
+
     def _reason(self, file: Path, offset: int, where: str) -> str:
         if file.name == INDEX_NAME:
             return "INDEX"
         assert file.suffix == ".ckptz", f"{where}: not seen"
-        nbytes = read_manifest(self.path).shards[0].header_nbytes
-        header = decode_header(file.read_bytes()[:nbytes], path="")
+        header = self.header()
+        nbytes = header.header_nbytes
         assert header.stored_nbytes is not None
         for block, (at, stored) in enumerate(
             zip(stored_offsets(header.stored_nbytes), header.stored_nbytes, strict=True)

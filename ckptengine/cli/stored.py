@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptengine.cli import render
-from ckptengine.cli.contents import HEADERS_UP_TO_NBYTES, Contents
+from ckptengine.cli.contents import Contents
+from ckptengine.errors import CheckpointError
 from ckptengine.format.blocks import METHOD_NAMES
 from ckptengine.format.entries import ShardHeader
 from ckptengine.format.limits import PAGE, round_up
+
+HEADERS_UP_TO_NBYTES = 4 << 20
+"""Only the headers know how blocks are stored; more than this is not read for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +44,18 @@ class Stored:
 
 
 def stored(contents: Contents) -> Stored | None:
-    """None for raw shards, and where there are too many headers to read them all for this."""
+    """None for raw shards, and where the headers are too many, or cannot be read: to judge them is for
+    `verify`."""
     if contents.shard is not None:
         return _stored([contents.shard]) if contents.shard.codec == "zstd" else None
     manifest = contents.manifest
     assert manifest is not None
     if manifest.codec != "zstd" or sum(ref.header_nbytes for ref in manifest.shards) > HEADERS_UP_TO_NBYTES:
         return None
-    return _stored(contents.header(rank) for rank in contents.ranks)
+    try:
+        return _stored(contents.header(rank) for rank in contents.ranks)
+    except (CheckpointError, FileNotFoundError):
+        return None
 
 
 def _stored(headers: Iterable[ShardHeader]) -> Stored:

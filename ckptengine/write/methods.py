@@ -34,8 +34,8 @@ PROBE_SHARE = 16
 """At most one block in so many is written as it is to measure the device, once something is known of it."""
 PATIENCE = 2
 """After so many compressed blocks of each thread `auto` checks whether they were through sooner."""
-MEASURABLE_NBYTES = 4 << 20
-"""A shard of fewer bytes says more about latency than about rate."""
+MEASURABLE_NBYTES = 1 << 20
+"""Fewer bytes say more about latency than about rate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ class _Section:
         largest = _rounded(min(self._blocks.block_nbytes, len(self._data)))
 
         def with_own_buffers() -> Callable[[int], None]:
-            planes, pages = AlignedBuffer(largest, huge=True), AlignedBuffer(largest)
+            planes, pages = AlignedBuffer(largest), AlignedBuffer(largest)
 
             def write(index: int) -> None:
                 start, stop = self._blocks.span(index)

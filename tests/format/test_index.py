@@ -179,8 +179,8 @@ def test_many_ragged_chunks_come_back(data: st.DataObject) -> None:
 def test_scanning_a_headers_bytes_gives_what_decoding_it_gives(header: ShardHeader) -> None:
     count = header.blocks.count
     digests = [bytes(DIGEST_NBYTES)] * count
-    stored = [1] * count if header.codec == "zstd" else None
-    sealed = seal_header(encode_header(header), digests, stored)
+    stored, methods = ([1] * count, "1" * count) if header.codec == "zstd" else (None, None)
+    sealed = seal_header(encode_header(header), digests, stored, methods)
     scanned, decoded = scan_header(sealed), columns_of(decode_header(sealed, path=PATH))
     for field in fields(ShardColumns):
         one, other = getattr(scanned, field.name), getattr(decoded, field.name)
