@@ -220,6 +220,7 @@ class _Section:
                 method = chooser.method(index)
                 packed = None
                 if method != AS_IT_IS:
+                    digests[index] = digest(block)
                     with self._meter.packing():
                         packed = codec.pack(block, method, compression.level, planes.view)
                 if packed is None:
@@ -229,7 +230,6 @@ class _Section:
                         digests[index] = raw_block.write(self._writer, offset, block, pages)
                 else:
                     stored[index], methods[index] = len(packed), method
-                    digests[index] = digest(block)
                     content = pages.view[: _rounded(len(packed))]
                     zstd.copy(packed, content)
                     content[len(packed) :] = bytes(len(content) - len(packed))
