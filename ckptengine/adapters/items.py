@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptengine.adapters.tensors import Local, dtype_name
+from ckptengine.adapters.tensors import dtype_name
 from ckptengine.format import dtypes
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.shard import ViewEntry
@@ -67,12 +67,13 @@ class FlatState:
         return sum(item.nbytes for item in self.items)
 
 
-def tensor_item(name: str, local: Local) -> StateItem:
+def tensor_item(
+    name: str, tensor: torch.Tensor, chunk: Chunk | None = None, placement: str | None = None
+) -> StateItem:
     """A tensor as it is stored if it shares memory with no other.
 
     Each thing is asked once and passed by position, as this is done for every tensor.
     """
-    tensor = local.tensor
     dtype = dtype_name(tensor.dtype)
     nbytes = tensor.nbytes
     stride = None
@@ -87,9 +88,9 @@ def tensor_item(name: str, local: Local) -> StateItem:
         name,
         dtype,
         tuple(tensor.shape),
-        local.chunk,
+        chunk,
         stride,
-        local.placement,
+        placement,
         None,
         None,
         tensor,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptengine.adapters.tensors import Local, dtype_name, torch_dtype
+from ckptengine.adapters.tensors import dtype_name, torch_dtype
 from ckptengine.format import dtypes
 from ckptengine.format.entries import ShardHeader, TensorEntry, ViewEntry, is_c_order
 from ckptengine.format.geometry import Chunk, c_strides
@@ -122,16 +122,17 @@ def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...])
     return a == b or 0 in shape or all(size == 1 or p == q for size, p, q in zip(shape, a, b, strict=True))
 
 
-def misfits(local: Local, leaf: Leaf) -> list[str]:
-    """How the tensor differs from what is stored: dtype, shape, place in the global tensor."""
+def misfits(tensor: torch.Tensor, chunk: Chunk | None, leaf: Leaf) -> list[str]:
+    """How a tensor, or the chunk it is, differs from what is stored: dtype, shape, place in the global
+    tensor.
+    """
     problems: list[str] = []
-    tensor = local.tensor
     name = dtype_name(tensor.dtype)
     if name != leaf.dtype:
         problems.append(f"dtype {name}, in the checkpoint {leaf.dtype}")
-    if local.chunk is None and leaf.chunk is None and tensor.shape == leaf.shape:
+    if chunk is None and leaf.chunk is None and tensor.shape == leaf.shape:
         return problems
-    own = Chunk.whole(tuple(tensor.shape)) if local.chunk is None else local.chunk
+    own = Chunk.whole(tuple(tensor.shape)) if chunk is None else chunk
     stored = leaf.whole
     if own.tensor_shape != stored.tensor_shape:
         problems.append(f"shape {own.tensor_shape}, in the checkpoint {stored.tensor_shape}")

@@ -20,7 +20,7 @@ from ckptengine.adapters import objects
 from ckptengine.adapters.keypath import joined
 from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
 from ckptengine.adapters.placing import Placement, Plan, placement_of
-from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
+from ckptengine.adapters.tensors import LocalChunk, extract, is_ordinary, is_tensor
 from ckptengine.adapters.values import Decoder, Node, large_value
 from ckptengine.format.tree import TAG
 
@@ -98,22 +98,24 @@ class Matcher:
     # Tensors
 
     def _match_tensor(self, target: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
+        leaf = self._tensor_leaf(node)
+        if leaf is not None and is_ordinary(target) and not misfits(target, None, leaf):
+            self.placements.append(placement_of(leaf, target, ordinary=True))
+            return KEEP
         try:
             parts = extract(target, in_place=True)
         except ValueError as error:
             return self._differs(path, f"cannot be filled: {error}")
-        if len(parts) == 1:
-            leaves = [self._tensor_leaf(node)]
-        else:
-            leaves = [self._tensor_leaf(child) for child in node["v"]] if _tag(node) == "tuple" else [None]
-        if None in leaves:
+        nodes = [node] if len(parts) == 1 else node["v"] if _tag(node) == "tuple" else None
+        leaves = None if nodes is None else [self._tensor_leaf(child) for child in nodes]
+        if leaves is None or None in leaves:
             kind = kind_of(node, self._leaves)
             return self._differs(path, f"a tensor, in the checkpoint {_article(kind)}")
         if len(leaves) != len(parts):
             return self._differs(path, f"{len(parts)} shards, in the checkpoint {len(leaves)}")
         for local, leaf in zip(parts, leaves, strict=True):
             assert leaf is not None
-            problems = misfits(local, leaf)
+            problems = misfits(local.tensor, local.chunk, leaf)
             if problems:
                 self._differs(path, "; ".join(problems))
             else:
@@ -258,11 +260,13 @@ class Matcher:
         called before the read too: the tensors and large values are then not filled yet.
         """
         filled: dict[int, Any] = {}
+        large: list[int] = []
 
         def place(index: int) -> Any:
             leaf = self._leaves[index]
             if leaf.kind is not None:
                 self._read_large(index)
+                large.append(index)
                 return None
             inner = tuple(decoder.path[len(path) :])
             value = self._fitting(current, inner, leaf)
@@ -282,7 +286,9 @@ class Matcher:
             return value
 
         decoder = self._decoder(path, place)
-        decoder.decode(node)
+        decoded = decoder.decode(node)
+        if not large:
+            return lambda: decoded
         return lambda: self._decoder(
             path, lambda index: filled[index] if index in filled else self._large_value(index)
         ).decode(node)
@@ -300,7 +306,7 @@ class Matcher:
             parts = extract(current, in_place=True)
         except ValueError:
             return None
-        return current if len(parts) == 1 and not misfits(parts[0], leaf) else None
+        return current if len(parts) == 1 and not misfits(parts[0].tensor, parts[0].chunk, leaf) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -126,8 +126,9 @@ class Plan:
                 torch.autograd.graph.increment_version(touched)
 
 
-def placement_of(leaf: Leaf, tensor: torch.Tensor) -> Placement:
-    plain_memory = not (tensor.is_conj() or tensor.is_neg())
+def placement_of(leaf: Leaf, tensor: torch.Tensor, *, ordinary: bool = False) -> Placement:
+    """ordinary: the tensor is known to be."""
+    plain_memory = ordinary or not (tensor.is_conj() or tensor.is_neg())
     start = stop = 0
     linear = False
     nbytes = tensor.nbytes

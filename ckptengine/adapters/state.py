@@ -21,7 +21,7 @@ from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.items import FlatState, StateItem, tensor_item, value_item
 from ckptengine.adapters.keypath import STATE_DICT, joined
 from ckptengine.adapters.replicas import Ranks, Replication, Unit, assign
-from ckptengine.adapters.tensors import Local, LocalChunk, extract, is_tensor
+from ckptengine.adapters.tensors import LocalChunk, extract, is_ordinary, is_tensor
 from ckptengine.adapters.values import Encoder, Node
 from ckptengine.errors import UnsupportedStateError
 from ckptengine.format.entries import METADATA_KEY, ViewEntry
@@ -119,26 +119,32 @@ class _Walk(Encoder):
         return self.claim(name, self.path)
 
     def _tensor(self, value: Any, depth: int) -> Node:
+        if is_ordinary(value):
+            return self._leaf(tensor_item(self.name(), value), value)
         try:
             parts = extract(value)
         except ValueError as error:
             if isinstance(value, LocalChunk):
                 self.refuse(str(error))
             return self.pickled(value, f"cannot store {error}")
-        ranks = None if self._replication is None else self._replication.ranks_of(value)
+        nodes = [
+            self._leaf(tensor_item(self.name(local.part), local.tensor, local.chunk, local.placement), value)
+            for local in parts
+        ]
         # A rank may hold none or several shards of a ShardedTensor.
-        if len(parts) == 1:
-            return self._local(parts[0], ranks)
-        return {TAG: "tuple", "v": [self._local(local, ranks) for local in parts]}
+        return nodes[0] if len(nodes) == 1 else {TAG: "tuple", "v": nodes}
 
-    def _local(self, local: Local, ranks: Ranks | None) -> Node:
+    def _leaf(self, item: StateItem, value: Any) -> Node:
+        """The node of what is here of a tensor `value`."""
         index = len(self.tensors)
-        if ranks is not None:
-            self.ranks[index] = ranks
+        if self._replication is not None:
+            ranks = self._replication.ranks_of(value)
+            if ranks is not None:
+                self.ranks[index] = ranks
         node: Node = {TAG: "t", "i": -1}
         self.nodes.append(node)
         self.leaves.append(index)
-        self.tensors.append(tensor_item(self.name(local.part), local))
+        self.tensors.append(item)
         return node
 
     def _object(self, value: Any, depth: int) -> Node:

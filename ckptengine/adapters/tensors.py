@@ -97,6 +97,24 @@ def is_tensor(value: Any) -> bool:
 _TENSORS = (torch.Tensor, ShardedTensor, LocalChunk)
 
 
+def is_ordinary(value: Any) -> bool:
+    """Is it a tensor all of which is here, in memory whose bytes are its values, and dense but for its
+    strides? It is then its own only part. Nearly every tensor is, so it is found out with as few questions as
+    will do: of a dtype in the table none is quantized, and on a CPU or a CUDA device none is a meta tensor.
+    """
+    kind = type(value)
+    return (
+        (kind is torch.Tensor or kind is torch.nn.Parameter)
+        and (value.is_cpu or value.is_cuda)
+        and value.dtype in _STORABLE
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not _in_transform(value)
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
 def extract(value: Any, *, in_place: bool = False) -> list[Local]:
     """The parts of a tensor on this rank: one, except for a `ShardedTensor` of which this rank has none or
     several.
@@ -104,9 +122,9 @@ def extract(value: Any, *, in_place: bool = False) -> list[Local]:
     in_place: the parts are to be written to, so that they have to be the value's own memory. ValueError,
     without the tensor's name, for a tensor that cannot be stored.
     """
-    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-        local = Local(_checked(value))
-    elif isinstance(value, DTensor):
+    if is_ordinary(value):
+        return [Local(value)]
+    if isinstance(value, DTensor):
         local = _of_dtensor(value)
     elif isinstance(value, LocalChunk):
         local = _of_chunk(value)
@@ -123,16 +141,6 @@ def extract(value: Any, *, in_place: bool = False) -> list[Local]:
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
     kind = type(tensor)
-    # Nearly every tensor, with as few questions as will do: of a dtype in the table none is quantized.
-    if (
-        (kind is torch.Tensor or kind is torch.nn.Parameter)
-        and tensor.is_cpu
-        and tensor.dtype in _STORABLE
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not _in_transform(tensor)
-    ):
-        return tensor
     # A subclass that dispatches operations itself holds more than its bytes, or none.
     if (
         kind is not torch.Tensor

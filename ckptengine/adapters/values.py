@@ -12,7 +12,7 @@ import math
 import pickle
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -333,20 +333,19 @@ class Decoder:
         if kind is dict:
             if TAG in node:
                 return self._tagged(node)
-            return self._children(node.items(), {})
+            return self._children(node.items())
         if kind is list:
-            return [value for _, value in self._each(enumerate(node))]
+            return list(self._children(enumerate(node)).values())
         return node
 
-    def _each(self, items: Any) -> Any:
+    def _children(self, items: Iterable[tuple[Any, Node]]) -> dict[Any, Any]:
+        path = self.path
+        decoded = {}
         for key, child in items:
-            self.path.append(key)
-            yield key, self.decode(child)
-            self.path.pop()
-
-    def _children(self, items: Any, into: dict[Any, Any]) -> dict[Any, Any]:
-        into.update(self._each(items))
-        return into
+            path.append(key)
+            decoded[key] = self.decode(child)
+            path.pop()
+        return decoded
 
     def _tagged(self, node: Node) -> Any:
         try:
@@ -366,7 +365,7 @@ class Decoder:
                 return deque(self.decode(node["v"]), maxlen=node["m"])
             if tag in _MAPPINGS:
                 pairs = [(self.decode(key), child) for key, child in node["v"]]
-                return _MAPPINGS[tag](self._children(pairs, {}))
+                return _MAPPINGS[tag](self._children(pairs))
             if tag == "pickle":
                 return self._unpickled(node["v"])
             return _DECODERS[tag](node)

@@ -99,7 +99,7 @@ class ShardHeader:
     @property
     def leaf_names(self) -> tuple[str, ...]:
         """The names a tree's tensor indices stand for."""
-        return (*(t.name for t in self.tensors), *(v.name for v in self.views), *self.replicas)
+        return (*[t.name for t in self.tensors], *[v.name for v in self.views], *self.replicas)
 
     def block_digest(self, i: int) -> bytes:
         """The digest of block i's uncompressed bytes."""
@@ -117,7 +117,8 @@ class ShardHeader:
         if self.codec not in ("raw", "zstd"):
             raise ValueError(f"unknown codec {self.codec!r}")
         _ = self.blocks
-        by_name = self._validate_tensors()
+        self._validate_tensors()
+        by_name = {entry.name: entry for entry in self.tensors} if self.views else {}
         for view in self.views:
             try:
                 _validate_view(view, by_name)
@@ -127,30 +128,41 @@ class ShardHeader:
             if not 0 <= rank < self.world_size or rank == self.rank:
                 raise ValueError(f"replica {name!r}: its bytes cannot be in the shard of rank {rank}")
         names = self.leaf_names
-        if len(set(names)) != len(names):
+        distinct = set(names)
+        if len(distinct) != len(names):
             raise ValueError("two entries have the same name")
-        for name in names:
-            if name.startswith(PAD_PREFIX) or name == METADATA_KEY:
-                raise ValueError(f"the name {name!r} is reserved")
+        reserved = [name for name in names if name.startswith(PAD_PREFIX)]
+        if reserved or METADATA_KEY in distinct:
+            raise ValueError(f"the name {(*reserved, METADATA_KEY)[0]!r} is reserved")
         try:
             check_tree(self.tree, len(names))
         except ValueError as error:
             raise ValueError(f"tree: {error}") from None
 
-    def _validate_tensors(self) -> dict[str, TensorEntry]:
+    def _validate_tensors(self) -> None:
         at = 0
+        # What does not depend on the place, as a model has far fewer shapes than tensors: bytes, alignment.
         checked: dict[Any, tuple[int, int]] = {}
         for entry in self.tensors:
-            try:
-                if not at <= entry.start < at + PAGE:
-                    raise ValueError(f"starts at {entry.start}, which leaves a hole or an overlap at {at}")
-                _validate_tensor(entry, checked)
-            except ValueError as error:
-                raise ValueError(f"tensor {entry.name!r}: {error}") from None
-            at = entry.stop
+            start, stop = entry.start, entry.stop
+            key = (entry.dtype, entry.shape, entry.chunk, entry.stride)
+            nbytes, alignment = checked.get(key) or (-1, 1)
+            if (
+                stop - start != nbytes
+                or start % alignment
+                or not at <= start < at + PAGE
+                or entry.kind is not None
+                or entry.descr is not None
+            ):
+                try:
+                    if not at <= start < at + PAGE:
+                        raise ValueError(f"starts at {start}, which leaves a hole or an overlap at {at}")
+                    checked[key] = _validate_tensor(entry)
+                except ValueError as error:
+                    raise ValueError(f"tensor {entry.name!r}: {error}") from None
+            at = stop
         if not at <= self.data_nbytes < at + PAGE:
             raise ValueError(f"the data section has {self.data_nbytes} bytes, but its tensors end at {at}")
-        return {entry.name: entry for entry in self.tensors}
 
 
 def dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -199,17 +211,12 @@ def _validate_array(entry: TensorEntry | ViewEntry) -> None:
         raise ValueError(f"stride {stride} does not fit shape {entry.shape}")
 
 
-def _validate_tensor(entry: TensorEntry, checked: dict[Any, tuple[int, int]]) -> None:
-    """`checked` remembers what does not depend on the place: a model has far fewer shapes than tensors."""
-    key = (entry.dtype, entry.shape, entry.chunk, entry.stride)
-    known = checked.get(key)
-    if known is None:
-        _validate_array(entry)
-        if entry.stride is not None and not dense(entry.shape, entry.stride):
-            raise ValueError(f"stride {entry.stride} is not dense for shape {entry.shape}")
-        nbytes = prod(entry.shape) * dtypes.itemsize(entry.dtype)
-        known = checked[key] = nbytes, dtypes.alignment(entry.dtype)
-    nbytes, alignment = known
+def _validate_tensor(entry: TensorEntry) -> tuple[int, int]:
+    """Returns how many bytes it has, and what its start must be a multiple of."""
+    _validate_array(entry)
+    if entry.stride is not None and not dense(entry.shape, entry.stride):
+        raise ValueError(f"stride {entry.stride} is not dense for shape {entry.shape}")
+    nbytes, alignment = prod(entry.shape) * dtypes.itemsize(entry.dtype), dtypes.alignment(entry.dtype)
     if entry.stop - entry.start != nbytes:
         raise ValueError(
             f"{entry.dtype} of shape {entry.shape} has {nbytes} bytes, not {entry.stop - entry.start}"
@@ -229,6 +236,7 @@ def _validate_tensor(entry: TensorEntry, checked: dict[Any, tuple[int, int]]) ->
         _validate_descr(entry.descr)
     elif entry.descr is not None:
         raise ValueError(f"{entry.kind} with descr")
+    return nbytes, alignment
 
 
 def _validate_descr(descr: Any) -> None:

@@ -76,7 +76,7 @@ def check_shape(shape: Sequence[int]) -> None:
     if shape and min(shape) < 0:
         raise ValueError(f"negative size in shape {tuple(shape)}")
     # Zero sizes count as one: strides are products of the other sizes, and must not overflow either.
-    if (prod(shape) or prod(size or 1 for size in shape)) > INT64_MAX:
+    if (prod(shape) or prod([size or 1 for size in shape])) > INT64_MAX:
         raise ValueError(f"the sizes of shape {tuple(shape)} overflow 64 bits")
 
 

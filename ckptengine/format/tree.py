@@ -113,37 +113,41 @@ def check_tree(tree: Any, n_leaves: int) -> None:
     cannot hurt.
     """
     level: list[tuple[_Where, Any]] = []
-    _check_items(None, (("", tree),), level)
-    for _ in range(MAX_JSON_DEPTH):
+    _check_items(None, (("", tree),), n_leaves, level)
+    for depth in range(1, MAX_JSON_DEPTH + 1):
         if not level:
             return
+        # Below the last level nothing may be, no tensor either.
+        allowed = n_leaves if depth < MAX_JSON_DEPTH else 0
         below: list[tuple[_Where, Any]] = []
         for where, value in level:
             if type(value) is list:
-                _check_items(where, enumerate(value), below)
+                _check_items(where, enumerate(value), allowed, below)
             elif TAG in value:
-                # Most of a tree are tensors: they take the short way, and whatever looks odd the long one.
-                if (
-                    value[TAG] != "t"
-                    or len(value) != 2
-                    or type(i := value.get("i")) is not int
-                    or not 0 <= i < n_leaves
-                ):
-                    _check_tagged(where, value, n_leaves, below)
+                _check_tagged(where, value, n_leaves, allowed, below)
             else:
-                _check_items(where, value.items(), below)
+                _check_items(where, value.items(), allowed, below)
         level = below
     if level:
         raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels, {_at(level[0][0])}")
 
 
 def _check_items(
-    parent: _Where, items: Iterable[tuple[str | int, Any]], below: list[tuple[_Where, Any]]
+    parent: _Where, items: Iterable[tuple[str | int, Any]], n_leaves: int, below: list[tuple[_Where, Any]]
 ) -> None:
-    """Check the scalars among the items and append the containers to `below`."""
+    """Check the scalars and the tensors below `n_leaves` among the items; append the rest to `below`."""
     for key, value in items:
         kind = type(value)
         if kind is dict or kind is list:
+            # Most of a tree are tensors: they take the short way, and whatever looks odd the long one.
+            if (
+                kind is dict
+                and value.get(TAG) == "t"
+                and len(value) == 2
+                and type(i := value.get("i")) is int
+                and 0 <= i < n_leaves
+            ):
+                continue
             below.append(((parent, key), value))
         elif kind is int:
             if not -EXACT_INT_MAX <= value <= EXACT_INT_MAX:
@@ -171,7 +175,7 @@ def leaves(tree: Any) -> Iterator[int]:
 
 
 def _check_tagged(
-    where: _Where, value: dict[str, Any], n_leaves: int, below: list[tuple[_Where, Any]]
+    where: _Where, value: dict[str, Any], n_leaves: int, allowed: int, below: list[tuple[_Where, Any]]
 ) -> None:
     tag = value[TAG]
     keys = _TAGS.get(tag) if type(tag) is str else None
@@ -191,7 +195,7 @@ def _check_tagged(
         return
     # What other tags hold is a tree, or a description that is held to the same bounds. A pair is a list
     # of two trees, so pairs need no case of their own.
-    _check_items(where, ((key, value[key]) for key in ("v", "d") if key in value), below)
+    _check_items(where, ((key, value[key]) for key in ("v", "d") if key in value), allowed, below)
 
 
 def _at(where: _Where) -> str:
