@@ -44,7 +44,8 @@ from ckptengine.write.save import report_failure, step_path
 logger = logging.getLogger(__name__)
 
 POLL_FIRST_S = 0.002
-POLL_LAST_S = 0.02
+POLL_LAST_S = 0.01
+"""A look costs 5 µs, and the wait for a commit is half of this too long on average."""
 ABORT_POLL_S = 0.2
 START_TIMEOUT_S = 300.0
 """For a new writer's imports, which thousands of ranks may read from one file system at the same time."""

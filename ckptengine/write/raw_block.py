@@ -1,8 +1,9 @@
 """How does a raw block get from the arena to the file and into its digest, in one pass?
 
-Through a buffer, although direct I/O can write from the arena: shared memory has 4 KiB pages that lie
-anywhere, and some devices take a transfer apart by physically contiguous segments (`AlignedBuffer` has
-figures). The copy is made piece by piece while a piece is in the core's cache for its digest.
+Past the page cache, through a buffer, although direct I/O can write from the arena: shared memory has 4 KiB
+pages that lie anywhere, and some devices take a transfer apart by physically contiguous segments
+(`AlignedBuffer` has figures). What is copied, into the buffer or into the page cache, is copied piece by
+piece while a piece is in the core's cache for its digest.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ def buffer_nbytes(block_nbytes: int) -> int:
 def write(writer: BlockWriter, offset: int, block: memoryview, buffer: AlignedBuffer) -> bytes:
     """Writes `block`, bytes in pages of their own, at `offset` of the file; returns its digest."""
     hasher = Hasher()
+    if not writer.direct:
+        for start in range(0, len(block), PIECE_NBYTES):
+            piece = block[start : start + PIECE_NBYTES]
+            hasher.update(piece)
+            writer.pwrite(offset + start, piece)
+        return hasher.digest()
     address = address_of(block)
     for start in range(0, len(block), WRITE_NBYTES):
         stop = min(start + WRITE_NBYTES, len(block))

@@ -17,9 +17,8 @@ from ckptengine.write import raw_block
 class MemoryWriter:
     """A file in memory; `fail_at`: the write that fails, from 1."""
 
-    direct = True
-
-    def __init__(self, fail_at: int = 0) -> None:
+    def __init__(self, fail_at: int = 0, *, direct: bool = True) -> None:
+        self.direct = direct
         self.data = bytearray()
         self.writes: list[tuple[int, int]] = []
         self._fail_at = fail_at
@@ -37,17 +36,17 @@ class MemoryWriter:
         pass
 
 
-@given(nbytes=st.integers(1, 300), writable=st.booleans())
-def test_a_block_is_written_as_it_is_with_its_digest(nbytes: int, writable: bool) -> None:
+@given(nbytes=st.integers(1, 300), writable=st.booleans(), direct=st.booleans())
+def test_a_block_is_written_as_it_is_with_its_digest(nbytes: int, writable: bool, direct: bool) -> None:
     block = os.urandom(nbytes)
-    writer = MemoryWriter()
+    writer = MemoryWriter(direct=direct)
     writer.data += bytes(16)
     data = memoryview(bytearray(block)) if writable else memoryview(block)
     with mock.patch.multiple(raw_block, PIECE_NBYTES=8, WRITE_NBYTES=20):
         with AlignedBuffer(raw_block.buffer_nbytes(nbytes)) as buffer:
             assert raw_block.write(writer, 16, data, buffer) == digest(block)
     assert bytes(writer.data) == bytes(16) + block
-    assert all(length == 20 for _, length in writer.writes[:-1])
+    assert all(length == (20 if direct else 8) for _, length in writer.writes[:-1])
 
 
 def test_nothing_is_written_after_a_write_failed() -> None:
