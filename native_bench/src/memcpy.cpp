@@ -1,0 +1,76 @@
+// How fast does memory get copied into warm memory, and into fresh memory that gets its pages on the way?
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "flags.hpp"
+#include "measure.hpp"
+#include "memory.hpp"
+#include "pattern.hpp"
+
+using namespace native;
+
+namespace {
+
+// Words that differ from what the source holds, so that a block that was not copied shows.
+void poison(char* data, std::uint64_t nbytes, std::uint64_t samples) {
+  for (std::uint64_t n = 0; n < samples; ++n) std::memset(data + sample_place(n, samples, nbytes, 8), 0, 8);
+}
+
+void check(const char* source, const char* target, std::uint64_t nbytes, std::uint64_t samples) {
+  for (std::uint64_t n = 0; n < samples; ++n) {
+    const std::uint64_t place = sample_place(n, samples, nbytes, 8);
+    if (std::memcmp(source + place, target + place, 8) != 0)
+      throw Failure("the copy differs from its source at byte " + std::to_string(place));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return guarded("memcpy", [&] {
+    std::uint64_t nbytes = 1 << 30, threads = 1, repeat = 5, block = 0;
+    std::string into = "warm", pages = "4k";
+    Flags flags("memcpy", "Copies memory with memcpy. Source and target are apart and larger than the caches.");
+    flags.size("bytes", &nbytes, page_size, 1ULL << 40, "bytes to copy");
+    flags.count("threads", &threads, 1, 1024, "threads");
+    flags.choice("into", &into, {"warm", "fresh"}, "memory that has its pages, or gets them while it is copied into");
+    flags.choice("pages", &pages, {"4k", "huge"}, "pages of the target");
+    flags.size("block", &block, 0, 1ULL << 40,
+               "bytes per memcpy, handed out to the threads in turn; 0: each thread copies its share at once");
+    flags.count("repeat", &repeat, 1, 1000, "times to measure");
+    flags.parse(argc, argv);
+    if (block == 0) block = round_up((nbytes + threads - 1) / threads, page_size);
+
+    const Memory source(nbytes, Pages::small);
+    fill_pattern_parallel(source.data(), nbytes, 1, threads);
+    const std::uint64_t blocks = (nbytes + block - 1) / block, samples = 4096;
+    Memory target(nbytes, parse_pages(pages));
+    if (into == "warm") Memory::populate(target.data(), nbytes);
+    std::uint64_t huge = 0;
+    Repeats repeats;
+    for (std::uint64_t round = 0; round < repeat; ++round) {
+      if (into == "warm") {
+        poison(target.data(), nbytes, samples);
+      } else {
+        target = Memory();  // gives the old pages back first
+        target = Memory(nbytes, parse_pages(pages));
+      }
+      Queue queue(blocks);
+      repeats.time([&] {
+        return run_threads(threads, [&](std::uint64_t) {
+          for (std::uint64_t index; queue.take(&index);) {
+            const std::uint64_t at = index * block;
+            std::memcpy(target.data() + at, source.data() + at, std::min(block, nbytes - at));
+          }
+        });
+      });
+      check(source.data(), target.data(), nbytes, samples);
+      huge = target.huge_bytes();
+    }
+    Json json = report(flags, nbytes, repeats);
+    json.add("huge_page_bytes", huge);
+    print(json);
+  });
+}
