@@ -52,6 +52,12 @@ test: $(STAMP) ## run the default tests (no GPU, no Lustre needed)
 test-slow: $(STAMP) ## run the slow tests too: many kills, large states
 	@$(BIN)/python -m pytest -m 'slow and not lustre' $(ARGS)
 
+# LIMITS_ARGS='--dir /fsx --quick --json': which storage, how thoroughly, for whom.
+LIMITS_ARGS ?=
+.PHONY: limits
+limits: $(STAMP) ## build the native programs and measure this machine's limits (a few minutes, 5 GiB of memory)
+	@$(BIN)/python -m native_bench.limits $(LIMITS_ARGS)
+
 .PHONY: lint
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .

@@ -80,6 +80,7 @@ def rows(directory: Path, sizes: Sizes, cores: int, build_dir: Path | None = Non
             files = limits.direct_write(scratch, sizes.storage, write, keep=True, **by)
             limits.drop_caches(files.kept)
             read = limits.best_direct_read(files.kept, **tried).knobs
+            into_huge = limits.best_direct_read(files.kept, grid=limits.HUGE_READ_GRID, **tried).knobs
         except limits.LimitError as exc:
             yield Row("the storage", skipped=str(exc))
             return
@@ -89,6 +90,7 @@ def rows(directory: Path, sizes: Sizes, cores: int, build_dir: Path | None = Non
         name = "write through the page cache, to durable"
         yield row(name, limits.direct_write, scratch, sizes.storage, WriteKnobs(direct=False))
         yield row("read, cold", limits.direct_read, files.kept, read)
+        yield row("read into huge pages, cold", limits.direct_read, files.kept, into_huge)
         name = "read through the page cache, cold"
         yield row(name, limits.direct_read, files.kept, ReadKnobs(direct=False, threads=4))
         for n in threads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -121,32 +121,37 @@ class Best(Generic[Knobs]):
     skipped: tuple[str, ...]
 
 
+# Into 4 KiB pages, which is what tensors get where transparent huge pages have to be asked for. A pool is the
+# reader's own: it may have the pages it likes.
 READ_GRID = (
     ReadKnobs(),
     ReadKnobs(threads=4),
     ReadKnobs(threads=4, block=16 * MIB),
-    ReadKnobs(threads=2, block=32 * MIB),
-    ReadKnobs(threads=4, block=2 * MIB),
     ReadKnobs(engine="io_uring", threads=1, depth=4),
-    ReadKnobs(engine="io_uring", threads=1, depth=16, block=1 * MIB),
     ReadKnobs(engine="io_uring", threads=2, depth=4, block=4 * MIB),
     ReadKnobs(threads=4, into="copy"),
+    ReadKnobs(threads=2, into="copy", pool_pages="huge"),
     ReadKnobs(threads=4, into="copy", pool_pages="huge"),
+    ReadKnobs(threads=4, into="copy", pool_pages="huge", block=16 * MIB),
+    ReadKnobs(engine="io_uring", threads=2, depth=2, into="copy", pool_pages="huge"),
 )
+# For a target in huge pages, which is another limit.
+HUGE_READ_GRID = tuple(replace(knobs, pages="huge") for knobs in READ_GRID if knobs.into == "target")
 WRITE_GRID = (
     WriteKnobs(),
     WriteKnobs(threads=4),
-    WriteKnobs(threads=4, block=16 * MIB),
+    WriteKnobs(preallocate=False),
+    WriteKnobs(pages="huge"),
     WriteKnobs(threads=4, pages="huge"),
-    WriteKnobs(threads=2, preallocate=False),
-    WriteKnobs(engine="io_uring", threads=1, depth=4),
+    WriteKnobs(threads=4, block=16 * MIB, pages="huge"),
+    WriteKnobs(engine="io_uring", threads=1, depth=4, pages="huge"),
     WriteKnobs(engine="io_uring", threads=1, depth=8, block=4 * MIB),
 )
 
 
 def without_direct_io(knobs: Knobs) -> Knobs:
     """The same, through the page cache."""
-    return type(knobs)(**{**_fields(knobs), "direct": False})
+    return replace(knobs, direct=False)
 
 
 def flags_of(knobs: ReadKnobs | WriteKnobs) -> list[str]:

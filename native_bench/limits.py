@@ -18,6 +18,7 @@ import msgspec
 
 from native_bench.building import BuildError, build
 from native_bench.limit_values import (
+    HUGE_READ_GRID,
     MIB,
     READ_GRID,
     WRITE_GRID,
@@ -42,7 +43,7 @@ from native_bench.page_cache import cached_bytes, drop_caches
 
 __all__ = [
     # how
-    "ReadKnobs", "WriteKnobs", "Best", "READ_GRID", "WRITE_GRID",
+    "ReadKnobs", "WriteKnobs", "Best", "READ_GRID", "HUGE_READ_GRID", "WRITE_GRID",
     # what comes back
     "Limit", "CopyLimit", "DigestLimit", "MetadataLimit", "Phase", "ReadLimit", "WriteLimit", "ZstdLimit",
     # the limits
