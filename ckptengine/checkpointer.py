@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from ckptengine.adapters import c10d
+from ckptengine.adapters.guard import wait_for_copies
 from ckptengine.catalog.catalog import latest, list_steps, next_life
 from ckptengine.comm.group import Failure, Group
 from ckptengine.comm.transport import FileTransport, Transport
@@ -90,8 +91,10 @@ class Checkpointer:
         metadata: anything a value may be; kept in the manifest, shown by `ckpt inspect`.
 
         Returns once the state is copied, so that changing it is safe; waits longer only when `max_arenas`
-        snapshots are still being written, and logs that. Raises `UnsupportedStateError` naming the key of a
-        value that cannot be stored (nothing is written, and the save fails on all ranks), and the error of an
+        snapshots are still being written, and logs that. With `Config(snapshot="overlap")` it returns before,
+        and only optimizer steps may change the state until `handle.staged()`: they wait for the copy. Any
+        other change that is found fails the save. Raises `UnsupportedStateError` naming the key of a value
+        that cannot be stored (nothing is written, and the save fails on all ranks), and the error of an
         earlier save that failed without anybody having asked its handle (`Config.on_error`).
         """
         self._check_open()
@@ -127,6 +130,8 @@ class Checkpointer:
         """
         self._check_open()
         self._saver.wait(None)
+        # Another Checkpointer's save may be copying what this one overwrites.
+        wait_for_copies()
         return restore(
             self.root,
             state,

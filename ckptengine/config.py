@@ -28,6 +28,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allow_pickle: store values of unknown types with pickle, and read them back.
     on_error: a failed background save is raised by the next call (`"raise"`) or logged (`"warn"`).
     retries: fresh attempts after a failed one, from the same snapshot.
+    snapshot: `"copy"`: a save returns when the state is copied; `"overlap"`: at once, while what only an
+        optimizer's step changes is copied in the background, and the next step waits for that.
     commit_timeout_s: from the request of a save to its commit; the save fails on all ranks when it passes.
     stall_timeout_s: a writer that makes no progress for so long is ended and its save fails (a new one has
         at least 300 s to start).
@@ -47,6 +49,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allow_pickle: bool = False
     on_error: Literal["raise", "warn"] = "raise"
     retries: int = 0
+    snapshot: Literal["copy", "overlap"] = "copy"
     commit_timeout_s: float = 1800.0
     stall_timeout_s: float = 300.0
     agree_timeout_s: float = 300.0
@@ -64,6 +67,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             problems.append(f"zstd_level must be in [-7, 22], not {self.zstd_level}")
         if self.direct_io not in ("auto", "on", "off"):
             problems.append(f'direct_io must be "auto", "on" or "off", not {self.direct_io!r}')
+        if self.snapshot not in ("copy", "overlap"):
+            problems.append(f'snapshot must be "copy" or "overlap", not {self.snapshot!r}')
         if self.on_error not in ("raise", "warn"):
             problems.append(f'on_error must be "raise" or "warn", not {self.on_error!r}')
         for name in ("io_threads", "max_arenas"):

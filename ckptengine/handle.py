@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.info import CommitInfo, SaveTimes
@@ -22,7 +23,9 @@ class SaveHandle:
         self._times = SaveTimes(requested=requested)
         self._info: CommitInfo | None = None
         self._error: BaseException | None = None
+        self._staged = threading.Event()
         self._ended = threading.Event()
+        self._noting = threading.Lock()
         self._observed = False
         self._pid = os.getpid()
 
@@ -34,6 +37,20 @@ class SaveHandle:
     def staged(self) -> bool:
         """The state is captured; changing it no longer changes the checkpoint."""
         return self._times.staged > 0
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the state is captured, `timeout` in seconds; at once unless `Config(snapshot="overlap")`
+        copies it meanwhile.
+
+        Optimizer steps wait by themselves; this is for whatever else changes tensors of the state in place.
+        Raises the save's error if it failed before, and `CommitTimeoutError` when `timeout` passes first.
+        """
+        self._check_process()
+        if not self._staged.wait(timeout):
+            raise CommitTimeoutError(f"step {self.step} is not staged after {timeout:g} s; the copy goes on")
+        if not self.staged() and self._error is not None:
+            self._observed = True
+            raise self._error
 
     def durable(self) -> bool:
         """This rank's shard survives a power cut. The checkpoint counts only once it is committed."""
@@ -60,11 +77,7 @@ class SaveHandle:
         rank, and `CommitTimeoutError` when `timeout` passes first; the save then goes on. Without `timeout`
         the wait still ends, at `Config.commit_timeout_s` from the request.
         """
-        if not self.done() and os.getpid() != self._pid:
-            raise CheckpointError(
-                f"this handle belongs to process {self._pid}, of which this one is a fork",
-                hint="ask it there; nobody would tell this process how the save ends",
-            )
+        self._check_process()
         if not self._ended.wait(timeout):
             raise CommitTimeoutError(
                 f"step {self.step} is not committed after {timeout:g} s; the save is still under way",
@@ -75,6 +88,24 @@ class SaveHandle:
             raise self._error
         assert self._info is not None
         return self._info
+
+    def _check_process(self) -> None:
+        if not self.done() and os.getpid() != self._pid:
+            raise CheckpointError(
+                f"this handle belongs to process {self._pid}, of which this one is a fork",
+                hint="ask it there; nobody would tell this process how the save ends",
+            )
+
+    def _note(self, **moments: float) -> None:
+        """Training thread, copying thread and monitor each know some of the times."""
+        with self._noting:
+            self._times = replace(self._times, **moments)
+        if self._times.staged:
+            self._staged.set()
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._staged.set()
 
     def __repr__(self) -> str:
         names = ("committed", "durable", "written", "staged", "requested")

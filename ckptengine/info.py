@@ -10,15 +10,18 @@ class SaveTimes:
     """When a save reached its moments, in Unix seconds of this rank's clock (`committed`: the coordinator's);
     0.0 if not yet.
 
-    `requested → staged` is the stall the training loop sees. `written` is the last write, `durable` the end
-    of the sync.
+    `returned` is when `async_save` gave control back: once the state was `staged`, except with
+    `Config(snapshot="overlap")`. `written` is the last write, `durable` the end of the sync. `waited_s`:
+    seconds that optimizer steps waited for the state to be staged.
     """
 
     requested: float = 0.0
+    returned: float = 0.0
     staged: float = 0.0
     written: float = 0.0
     durable: float = 0.0
     committed: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,8 @@ class CommitInfo:
 
     @property
     def stall_s(self) -> float:
-        """Seconds from the request until the state was safe to change."""
-        return self.times.staged - self.times.requested
+        """Seconds that training stood still: in the call, and in steps that waited for the copy."""
+        return self.times.returned - self.times.requested + self.times.waited_s
 
 
 @dataclass(frozen=True, slots=True)

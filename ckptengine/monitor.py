@@ -27,6 +27,7 @@ from ckptengine.errors import CheckpointError, CommitTimeoutError, SaveFailedErr
 from ckptengine.format.names import AttemptId, RunId
 from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo
+from ckptengine.snapshot import Staging
 from ckptengine.staging.arena import Arena, ArenaPool
 from ckptengine.staging.status import StatusPage
 from ckptengine.storage.store import Store
@@ -47,6 +48,8 @@ POLL_FIRST_S = 0.002
 POLL_LAST_S = 0.01
 """A look costs 5 µs, and the wait for a commit is half of this too long on average."""
 ABORT_POLL_S = 0.2
+CANCEL_TIMEOUT_S = 10.0
+"""For a copy to stop between two pieces."""
 START_TIMEOUT_S = 300.0
 """For a new writer's imports, which thousands of ranks may read from one file system at the same time."""
 OUTCOME_GRACE_S = 5.0
@@ -72,7 +75,7 @@ class Run:
 
 @dataclass
 class PendingSave:
-    """A staged save that has not ended. `refused` is set instead of an arena when this rank's call itself
+    """A save that has not ended. `refused` is set instead of an arena when this rank's call itself
     failed."""
 
     handle: SaveHandle
@@ -82,6 +85,9 @@ class PendingSave:
     task: WriteTask | None = None
     arena: Arena | None = None
     rank_nbytes: int = 0
+    staging: Staging | None = None
+    """What is still being copied, with `Config(snapshot="overlap")`; `task` and `arena` come when it is
+    done."""
     refused: BaseException | None = None
     repeats_earlier: bool = False
     """`refused` is the error of an earlier save, which all ranks were told of then."""
@@ -183,6 +189,10 @@ class Monitor:
         if pending.refused is not None:
             self._tell_refused(pending, pending.refused)
             return
+        if pending.staging is not None and (error := self._await_staging(pending, pending.staging)):
+            self._tell_refused(pending, error)
+            self._end(pending, Outcome(committed=False, failure=Failure.of(error, self._run.rank)))
+            return
         while True:
             outcome = self._attempt(pending)
             if outcome.committed or not outcome.retry or self._abort is not None:
@@ -195,6 +205,27 @@ class Monitor:
             )
             _next_attempt(pending)
         self._end(pending, outcome)
+
+    def _await_staging(self, pending: PendingSave, staging: Staging) -> BaseException | None:
+        """Wait until the snapshot is in its arena; returns why it never will be."""
+        while not staging.done.wait(ABORT_POLL_S):
+            error: CheckpointError
+            if self._abort is not None:
+                error = SaveFailedError(f"step {pending.handle.step}: {self._abort}", rank=self._run.rank)
+            elif time.time() > pending.deadline:
+                error = CommitTimeoutError(
+                    f"step {pending.handle.step}: not committed within "
+                    f"{self._run.config.commit_timeout_s:g} s, this rank's state was still being copied",
+                    rank=self._run.rank,
+                )
+            else:
+                continue
+            staging.cancel(error)
+            # It still fills the arena, and gives it back by itself. Training may go on as soon as it has
+            # stopped.
+            staging.done.wait(CANCEL_TIMEOUT_S)
+            return error
+        return staging.error
 
     def _attempt(self, pending: PendingSave) -> Outcome:
         assert pending.task is not None
@@ -358,8 +389,7 @@ class Monitor:
             self._pool.release(pending.arena)
             pending.arena = None
         if outcome.committed and pending.task is not None:
-            times = replace(handle.times, committed=outcome.committed_at)
-            handle._times = times
+            handle._note(committed=outcome.committed_at)
             handle._info = CommitInfo(
                 step=handle.step,
                 path=step_path(pending.task),
@@ -367,7 +397,7 @@ class Monitor:
                 fingerprint=outcome.fingerprint,
                 nbytes=outcome.nbytes,
                 rank_nbytes=pending.rank_nbytes,
-                times=times,
+                times=handle.times,
             )
         else:
             failure = outcome.failure or Failure(
@@ -378,7 +408,7 @@ class Monitor:
             # failing each other's saves in turn.
             handle._observed = failure.repeated
             logger.warning("step %d is not saved: %s", handle.step, handle._error)
-        handle._ended.set()
+        handle._end()
 
 
 def _next_attempt(pending: PendingSave) -> None:
@@ -405,8 +435,7 @@ def _read_status(page: StatusPage, attempt: str) -> SaveStatus | None:
 
 
 def _note_times(handle: SaveHandle, status: SaveStatus) -> None:
-    handle._times = replace(
-        handle.times,
+    handle._note(
         written=status.written_at or handle.times.written,
         durable=status.durable_at or handle.times.durable,
     )

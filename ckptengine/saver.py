@@ -3,6 +3,7 @@ collective."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import operator
 import os
@@ -11,21 +12,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptengine.adapters.c10d import ProcessGroup
-from ckptengine.adapters.pinning import pin_arena
-from ckptengine.adapters.stage import copy_items
+from ckptengine.adapters.guard import Guard, captured, watch_steps
+from ckptengine.adapters.pinning import queued_now
 from ckptengine.adapters.state import StateItem, flatten
 from ckptengine.adapters.values import encode_value
 from ckptengine.comm.transport import Transport
-from ckptengine.errors import SaveFailedError
-from ckptengine.format.layout import PAD_PREFIX, lay_out
+from ckptengine.errors import CommitTimeoutError, SaveFailedError
 from ckptengine.format.names import AttemptId
-from ckptengine.format.shard import ShardHeader, TensorEntry, encode_header
 from ckptengine.handle import SaveHandle
-from ckptengine.info import SaveTimes
 from ckptengine.monitor import Monitor, PendingSave, Run
+from ckptengine.snapshot import Snapshot, Staging, plan_snapshot
 from ckptengine.staging.arena import Arena, ArenaPool
 from ckptengine.storage.store import Store
 from ckptengine.write.messages import ArenaRef, WriteTask
+
+EARLY_NBYTES = 32 << 20
+"""What an overlapping save copies in its call goes to memory of its own up to this; more goes to the arena at
+once."""
 
 
 class Saver:
@@ -43,6 +46,8 @@ class Saver:
         self._saves = 0
         self._handles: list[SaveHandle] = []
         self._serials: list[int] = []
+        self._staging: Staging | None = None
+        self._unwatch = watch_steps() if config.snapshot == "overlap" else None
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None) -> SaveHandle:
         """Capture `state` and return once nothing that happens to it can change the checkpoint."""
@@ -67,7 +72,9 @@ class Saver:
                     "a daemonic process may not have children, and a save needs its writer process",
                     hint="start the trainer's process with daemon=False",
                 )
-            self._monitor.start_writer()
+            if self._run.config.snapshot == "copy":
+                self._monitor.start_writer()
+            self._await_last_copy()
             self._stage(pending, state, metadata)
         except BaseException as error:
             # The other ranks are under way: without a word from this one they would wait for their deadline.
@@ -78,6 +85,7 @@ class Saver:
             self._monitor.add(pending)
             raise
         self._handles = [*(h for h in self._handles if not (h.done() and h._error is None)), handle]
+        handle._note(returned=time.time())
         self._monitor.add(pending)
         return handle
 
@@ -113,10 +121,14 @@ class Saver:
             # Interrupted in the wait, and with the writer left behind the process could not end.
             self._monitor.kill(f"{reason}, and that was cut short by {type(error).__name__}")
             raise
+        finally:
+            if self._unwatch is not None:
+                self._unwatch()
+                self._unwatch = None
         self._pool.close()
 
     def _stage(self, pending: PendingSave, state: Any, metadata: Mapping[str, Any] | None) -> None:
-        run, config, handle = self._run, self._run.config, pending.handle
+        run, config = self._run, self._run.config
         metadata_tree = encode_value(dict(metadata or {}), path="metadata", allow_pickle=False)
         flat = flatten(
             state,
@@ -124,42 +136,89 @@ class Saver:
             dedup_replicas=run.world_size > 1,
             process_group=self._process_group,
         )
-        placed, data_nbytes = lay_out([(item.name, item.nbytes, item.alignment) for item in flat.items])
-        spans = {name: (start, stop) for name, start, stop in placed}
-        template = encode_header(
-            ShardHeader(
-                run=str(run.run),
-                attempt=str(pending.attempt),
-                step=handle.step,
-                rank=run.rank,
-                world_size=run.world_size,
-                codec="raw" if config.codec == "raw" else "zstd",
-                block_nbytes=config.block_nbytes,
-                data_nbytes=data_nbytes,
-                tensors=tuple(_entry(item, *spans[item.name]) for item in flat.items),
-                views=tuple(flat.views),
-                replicas=flat.replicas,
-                tree=flat.tree,
-            )
+        snapshot = plan_snapshot(
+            flat,
+            attempt=pending.attempt,
+            step=pending.handle.step,
+            rank=run.rank,
+            world_size=run.world_size,
+            config=config,
         )
-        data_offset = template.nbytes
-        arena = self._pool.acquire(data_offset + data_nbytes, config.commit_timeout_s)
-        pending.arena = arena
-        if any(item.on_cuda for item in flat.items):
-            pin_arena(arena)
-        payload = arena.payload
-        payload[:data_offset] = template.data
-        data = payload[data_offset : data_offset + data_nbytes]
-        # The arena is reused: whatever a pad covers is another snapshot's bytes.
-        for name, start, stop in placed:
-            if name.startswith(PAD_PREFIX):
-                data[start:stop] = bytes(stop - start)
-        copy_items(flat.items, [spans[item.name][0] for item in flat.items], data)
-        handle._times = SaveTimes(requested=handle.times.requested, staged=time.time())
         pending.rank_nbytes = flat.nbytes
-        pending.task = WriteTask(
+        if config.snapshot == "overlap":
+            self._copy_behind(pending, snapshot, metadata_tree)
+            return
+        pending.arena = arena = self._pool.acquire(snapshot.nbytes, config.commit_timeout_s)
+        snapshot.begin(arena)
+        snapshot.copy(flat.items, arena)
+        pending.task = self._task(pending, snapshot, arena, metadata_tree)
+        pending.handle._note(staged=time.time())
+
+    def _copy_behind(self, pending: PendingSave, snapshot: Snapshot, metadata_tree: Any) -> None:
+        """Copy now what may change at any time, and let a thread copy the rest, guarded against steps."""
+        handle = pending.handle
+        guard = Guard(
+            snapshot.flat.items,
+            snapshot.flat.optimizers,
+            on_wait=lambda seconds: handle._note(waited_s=handle.times.waited_s + seconds),
+        )
+        staging = Staging()
+        try:
+            items = self._copy_early(pending, snapshot, guard)
+            after = queued_now(item.source for item in items)
+            # The thread's, until it is done.
+            arena, pending.arena = pending.arena, None
+
+            def work() -> None:
+                nonlocal arena
+                try:
+                    with after.as_there() if after is not None else contextlib.nullcontext():
+                        self._monitor.start_writer()
+                        if arena is None:
+                            left_s = max(pending.deadline - time.time(), 0.0)
+                            arena = self._pool.acquire(snapshot.nbytes, left_s)
+                            snapshot.begin(arena)
+                        offsets, data = snapshot.offsets(items), snapshot.data(arena)
+                        guard.copy(items, offsets, data, after, staging.go_on)
+                    pending.task = self._task(pending, snapshot, arena, metadata_tree)
+                    pending.arena = arena
+                    handle._note(staged=time.time())
+                except BaseException:
+                    if arena is not None:
+                        self._pool.release(arena)
+                    raise
+                finally:
+                    guard.release()
+
+            staging.start(work)
+        except BaseException:
+            guard.release()
+            raise
+        pending.staging = self._staging = staging
+
+    def _copy_early(self, pending: PendingSave, snapshot: Snapshot, guard: Guard) -> list[StateItem]:
+        """Returns what is left to copy into the arena, which is there already if much had to be copied."""
+        if sum(item.nbytes for item in guard.early) <= EARLY_NBYTES:
+            return [*captured(guard.early), *guard.late]
+        pending.arena = self._pool.acquire(snapshot.nbytes, self._run.config.commit_timeout_s)
+        snapshot.begin(pending.arena)
+        snapshot.copy(guard.early, pending.arena)
+        return guard.late
+
+    def _await_last_copy(self) -> None:
+        """One at a time: a second one would only make both take longer."""
+        timeout_s = self._run.config.commit_timeout_s
+        if self._staging is not None and not self._staging.done.wait(timeout_s):
+            raise CommitTimeoutError(
+                f"the state of an earlier save is still being copied after {timeout_s:g} s",
+                rank=self._run.rank,
+            )
+
+    def _task(self, pending: PendingSave, snapshot: Snapshot, arena: Arena, metadata_tree: Any) -> WriteTask:
+        run, config, template = self._run, self._run.config, snapshot.template
+        return WriteTask(
             root=run.root,
-            step=handle.step,
+            step=pending.handle.step,
             attempt=str(pending.attempt),
             rank=run.rank,
             world_size=run.world_size,
@@ -169,8 +228,8 @@ class Saver:
             digests_at=template.digests_at,
             stored_at=template.stored_at,
             methods_at=template.methods_at,
-            data_offset=data_offset,
-            data_nbytes=data_nbytes,
+            data_offset=template.nbytes,
+            data_nbytes=snapshot.data_nbytes,
             block_nbytes=config.block_nbytes,
             codec="raw" if config.codec == "raw" else "zstd",
             auto=config.codec == "auto",
@@ -189,18 +248,3 @@ class Saver:
         serial = os.fstat(arena.fd).st_ino
         self._serials = [*(s for s in self._serials if s != serial), serial][-self._run.config.max_arenas :]
         return serial
-
-
-def _entry(item: StateItem, start: int, stop: int) -> TensorEntry:
-    return TensorEntry(
-        name=item.name,
-        dtype=item.dtype,
-        shape=item.shape,
-        start=start,
-        stop=stop,
-        chunk=item.chunk,
-        stride=item.stride,
-        placement=item.placement,
-        kind=item.kind,
-        descr=item.descr,
-    )

@@ -40,6 +40,7 @@ FLOORS = {
     "monitor": 6,
     "restorer": 6,
     "saver": 6,
+    "snapshot": 6,
     "reader_api": 6,
     "verification": 6,
     "cli": 7,

@@ -122,6 +122,11 @@ class TrainConfig:
     codec: Literal["raw", "zstd", "auto"] = _option(
         "raw", "store shards as they are, compressed, or compressed where that is faster", "checkpoints"
     )
+    snapshot: Literal["copy", "overlap"] = _option(
+        "copy",
+        "copy the state before training goes on, or meanwhile, while optimizer steps wait for it",
+        "checkpoints",
+    )
     commit_timeout_s: float = _option(
         300.0, "fail a save that is not committed by then", "checkpoints", "SECONDS"
     )

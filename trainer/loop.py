@@ -135,7 +135,10 @@ def train(config: TrainConfig) -> None:
         config.save_every, config.root,
     )  # fmt: skip
     engine = ck.Config(
-        codec=config.codec, keep_last=config.keep_last, commit_timeout_s=config.commit_timeout_s
+        codec=config.codec,
+        keep_last=config.keep_last,
+        snapshot=config.snapshot,
+        commit_timeout_s=config.commit_timeout_s,
     )
     with ck.Checkpointer(config.root, config=engine) as checkpointer:
         resume(run, checkpointer, events)

@@ -61,6 +61,9 @@ class TrainingState(objects.StatefulAdapter):
         if self._optimizer is not None:
             self._optimizer.announce(replication)
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [] if self._optimizer is None else self._optimizer.optimizers()
+
     def load(self, loaded: dict[str, Any]) -> None:
         """Take a state that `state_dict` of the same model, sharded in the same way, has returned; it is
         copied.
@@ -112,6 +115,9 @@ class KeyedOptimizer(objects.StatefulAdapter):
 
     def announce(self, replication: Replication) -> None:
         replication.enter_optimizer(self._optimizer)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self._optimizer]
 
     def problems(self, loaded: Any) -> list[str]:
         try:

@@ -60,6 +60,8 @@ class FlatState:
     items: list[StateItem]
     views: list[ViewEntry] = field(default_factory=list)
     replicas: dict[str, int] = field(default_factory=dict)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    """Those that the state was taken from."""
 
     @property
     def nbytes(self) -> int:

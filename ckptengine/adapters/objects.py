@@ -40,6 +40,13 @@ def state_dict_of(value: Any) -> Any:
     return value.state_dict()
 
 
+def optimizers_of(value: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers whose state is in the object's."""
+    if isinstance(value, torch.optim.Optimizer):
+        return [value]
+    return value.optimizers() if isinstance(value, StatefulAdapter) else []
+
+
 def module_state(module: nn.Module) -> Any:
     """`module.state_dict()`; with FSDP1 inside, its flattened parameters as `LocalChunk`s under their own
     names.
@@ -173,6 +180,10 @@ class StatefulAdapter(AnyAdapter):
 
     def announce(self, replication: Replication) -> None:
         """Say what of the state other ranks are known to hold alike."""
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those whose state is in this one's."""
+        return []
 
 
 class OptimizerAdapter(AnyAdapter):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,26 +21,50 @@ _NOT_REGISTERED = 713
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def copy_from_device(
-    tensors: Sequence[tuple[torch.Tensor, int]], payload: memoryview, address: int
-) -> Callable[[], None]:
-    """Start copying `(tensor, offset into payload)` in C order; the returned call waits until the bytes are
-    there.
+@dataclass(frozen=True, slots=True, eq=False)
+class Queued:
+    """Where a thread stood with its devices: an event of each behind the work it had queued, and its current
+    device."""
 
-    The copies wait for the work queued on each device's current stream, so they see what the caller sees;
-    work queued there later does not wait for them, so the caller must not change the tensors before the
-    returned call has returned.
+    events: dict[torch.device, torch.cuda.Event]
+    current: int
+
+    def as_there(self) -> AbstractContextManager[None]:
+        """Else another thread's calls would go to device 0, and every rank make a context on it."""
+        return torch.cuda.device(self.current)
+
+
+def queued_now(sources: Iterable[torch.Tensor | bytes]) -> Queued | None:
+    """For the devices that hold the tensors; None if there are none."""
+    devices = {source.device for source in sources if not isinstance(source, bytes) and source.is_cuda}
+    if not devices:
+        return None
+    events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+    return Queued(events, torch.cuda.current_device())
+
+
+def copy_from_device(
+    tensors: Sequence[tuple[torch.Tensor, int]], payload: memoryview, after: Queued | None = None
+) -> list[torch.cuda.Event]:
+    """Start copying `(tensor, offset into payload)` in C order; the bytes are there when the returned events
+    are reached.
+
+    The copies wait for `after` (default: the work queued on each device's current stream), so they see what
+    the caller sees; work queued there later does not wait for them, so the caller must not change the tensors
+    before the events, unless on a stream that waits for them.
     """
+    after = after or queued_now(tensor for tensor, _ in tensors)
+    assert after is not None
     # A mutable buffer for torch; its memory is the payload's.
     memory = torch.frombuffer(payload, dtype=torch.uint8)
-    used = set()
+    used: dict[torch.device, torch.cuda.Stream] = {}
     with torch.no_grad():
         for tensor, offset in tensors:
             device = tensor.device
             stream = _stream(device)
             if device not in used:
-                stream.wait_stream(torch.cuda.current_stream(device))
-                used.add(device)
+                stream.wait_event(after.events[device])
+                used[device] = stream
             with torch.cuda.stream(stream):
                 elements = plain(tensor.detach())
                 # A strided copy from the device would go element by element: gather there, then move bytes.
@@ -48,11 +74,7 @@ def copy_from_device(
                 # Its memory must not be given to another tensor before this stream is done with it.
                 source.record_stream(stream)
 
-    def wait() -> None:
-        for device in used:
-            _streams[device].synchronize()
-
-    return wait
+    return [stream.record_event() for stream in used.values()]
 
 
 def pin_arena(arena: Arena) -> None:

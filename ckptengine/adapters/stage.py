@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from ckptengine.adapters.items import StateItem
+from ckptengine.adapters.pinning import Queued, copy_from_device
 from ckptengine.adapters.tensors import plain
 
 # Enough for a thread's start not to show, small enough to spread one large tensor over all threads.
@@ -20,15 +21,22 @@ MAX_THREADS = 4
 
 
 def copy_items(
-    items: Sequence[StateItem], offsets: Sequence[int], payload: memoryview, *, threads: int | None = None
+    items: Sequence[StateItem],
+    offsets: Sequence[int],
+    payload: memoryview,
+    *,
+    threads: int | None = None,
+    after: Queued | None = None,
+    go_on: Callable[[], None] = lambda: None,
+    on_queued: Callable[[Sequence[torch.cuda.Event]], None] = lambda events: None,
 ) -> None:
     """Copy each item to its offset in `payload`, a writable memory of bytes; return when all bytes are there.
 
     CPU tensors are copied by `threads` threads (default: up to four, as the CPUs allow); CUDA tensors on a
-    side stream that waits for the current one.
+    side stream that waits for `after` (default: the work queued on the current one). `go_on` is called
+    between two pieces, from any thread, and ends the copy by raising. `on_queued` is called when CPU tensors
+    are copied and those of devices have events that come after their copies.
     """
-    if not items:
-        return
     base = address_of(payload)
     for item, offset in zip(items, offsets, strict=True):
         if offset < 0 or offset + item.nbytes > payload.nbytes:
@@ -56,14 +64,12 @@ def copy_items(
                 work.append((length, partial(memmove, base + offset + start, address + start, length)))
         else:
             work.append((nbytes, partial(_copy_strided, source, payload, offset, nbytes)))
-    pending = None
-    if on_device:
-        from ckptengine.adapters.pinning import copy_from_device
-
-        pending = copy_from_device(on_device, payload, base)
-    _do(work, threads if threads is not None else min(MAX_THREADS, len(os.sched_getaffinity(0))))
-    if pending is not None:
-        pending()
+    go_on()
+    events = copy_from_device(on_device, payload, after) if on_device else []
+    _do(work, threads if threads is not None else min(MAX_THREADS, len(os.sched_getaffinity(0))), go_on)
+    on_queued(events)
+    for event in events:
+        event.synchronize()
 
 
 def address_of(payload: memoryview) -> int:
@@ -82,13 +88,19 @@ def _copy_strided(source: torch.Tensor, payload: memoryview, offset: int, nbytes
         bytes_tensor(payload, offset, nbytes).view(elements.dtype).view(elements.shape).copy_(elements)
 
 
-def _do(work: list[tuple[int, Callable[[], object]]], threads: int) -> None:
+def _do(work: list[tuple[int, Callable[[], object]]], threads: int, go_on: Callable[[], None]) -> None:
     if threads <= 1 or len(work) <= 1:
         for _, task in work:
+            go_on()
             task()
         return
+
+    def run(task: Callable[[], object]) -> None:
+        go_on()
+        task()
+
     # Largest first, so that no thread is left with a large one at the end. memmove and copy_ release the GIL.
     work.sort(key=lambda entry: entry[0], reverse=True)
     with ThreadPoolExecutor(min(threads, len(work)), thread_name_prefix="ckptengine-stage") as pool:
-        for future in [pool.submit(task) for _, task in work]:
+        for future in [pool.submit(run, task) for _, task in work]:
             future.result()

@@ -75,6 +75,7 @@ class _Walk(Encoder):
         """Each `{"$": "t"}`, in order."""
         self.leaves: list[int | StateItem] = []
         """For each node its index in `tensors`, or the item it is."""
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._names: set[str] = {METADATA_KEY}
 
     def encode(self, value: Any, depth: int = 0) -> Node:
@@ -154,6 +155,7 @@ class _Walk(Encoder):
             inner = objects.state_dict_of(value)
         except UnsupportedStateError as error:
             self.refuse(error.message, hint=error.hint)
+        self.optimizers += objects.optimizers_of(value)
         if self._replication is not None:
             if isinstance(value, torch.nn.Module):
                 self._replication.enter(value)
@@ -237,4 +239,4 @@ def _numbered(
             named_replicas[walk.tensors[leaf].name] = replicas[leaf]
     for index, node in enumerate((*view_nodes, *replica_nodes), start=len(ordered)):
         node["i"] = index
-    return FlatState(tree, ordered, ordered_views, named_replicas)
+    return FlatState(tree, ordered, ordered_views, named_replicas, walk.optimizers)
