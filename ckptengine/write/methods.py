@@ -171,6 +171,7 @@ class Chooser:
         self._auto = auto
         self._history = history
         self._estimates: list[dict[str, Estimate]] | None = None
+        self._cores = 1.0
         self._probes = 0
         if auto and direct:
             # What the page cache takes says nothing about the device.
@@ -190,9 +191,13 @@ class Chooser:
 
     def prepare(self) -> None:
         """Sample the groups. Milliseconds each."""
+        wall, cpu = time.monotonic(), time.thread_time()
         estimates = [estimate(one, self._data, self._level) for one in self._groups]
+        wall, cpu = time.monotonic() - wall, time.thread_time() - cpu
         with self._changed:
             self._estimates = estimates
+            # As much of each core as this thread got of one.
+            self._cores = available_cores() * min(cpu / wall, 1.0) if wall > 0 else float(available_cores())
             self._changed.notify_all()
 
     def method(self, index: int) -> str:
@@ -248,7 +253,7 @@ class Chooser:
         if not self._auto:
             return choose(self._blocks, self._groups, estimates)
         known = [rate for rate in (self._history.device, self._probe_rate) if rate is not None]
-        cores = float(available_cores()) if self._history.cores is None else self._history.cores
+        cores = self._cores if self._history.cores is None else self._history.cores
         if not known:
             methods, device = AS_IT_IS * self._blocks.count, 0.0
         else:
