@@ -58,6 +58,10 @@ LIMITS_ARGS ?=
 limits: $(STAMP) ## build the native programs and measure this machine's limits (a few minutes, 5 GiB of memory)
 	@$(BIN)/python -m native_bench.limits $(LIMITS_ARGS)
 
+.PHONY: bench-micro
+bench-micro: $(STAMP) ## time the parts of the engine, then whole saves and restores (minutes; add ARGS='-k header')
+	@$(BIN)/python -m pytest native_bench/suites --benchmark-enable --benchmark-only $(ARGS)
+
 .PHONY: lint
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
