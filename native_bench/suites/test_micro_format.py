@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from ckptengine.codecs import zstd
+from ckptengine.codecs.block import pack, unpack_into
+from ckptengine.format.blocks import PLANES, ZSTD
 from ckptengine.format.columns import IndexBuilder, ShardColumns, columns_of, scan_header
 from ckptengine.format.digest import digest
 from ckptengine.format.entries import ShardHeader, TensorEntry
@@ -19,6 +20,8 @@ from ckptengine.format.names import shard_filename
 from ckptengine.format.shard import decode_header, encode_header, seal_header
 from ckptengine.testing.synthetic import World
 from native_bench.suites.sizes import Sizes
+
+METHODS = (ZSTD, PLANES[2])
 
 
 def sealed(header: ShardHeader) -> bytes:
@@ -190,15 +193,18 @@ def block(sizes: Sizes) -> memoryview:
     return memoryview((values.view(np.uint32) >> 16).astype(np.uint16)).cast("B")
 
 
-def test_compress(benchmark: BenchmarkFixture, block: memoryview) -> None:
-    frame = benchmark(zstd.compress, block, 1)
-    assert frame is not None
-    assert len(frame) < len(block)
+@pytest.mark.parametrize("method", METHODS)
+def test_pack_block(benchmark: BenchmarkFixture, block: memoryview, method: str) -> None:
+    scratch = memoryview(bytearray(len(block)))
+    packed = benchmark(pack, block, method, 1, scratch)
+    assert packed is not None
+    assert len(packed) < len(block)
 
 
-def test_decompress(benchmark: BenchmarkFixture, block: memoryview) -> None:
-    frame = zstd.compress(block, 1)
-    assert frame is not None
+@pytest.mark.parametrize("method", METHODS)
+def test_unpack_block(benchmark: BenchmarkFixture, block: memoryview, method: str) -> None:
+    packed = pack(block, method, 1, memoryview(bytearray(len(block))))
+    assert packed is not None
     out = memoryview(bytearray(len(block)))
-    benchmark(zstd.decompress_into, frame, out)
+    benchmark(unpack_into, memoryview(packed), method, out)
     assert out == block
