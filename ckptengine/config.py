@@ -7,6 +7,9 @@ from typing import Literal
 import msgspec
 
 PAGE_NBYTES = 4096
+# Lustre's rules for a layout.
+STRIPE_QUANTUM = 64 << 10
+MAX_STRIPES = 2000
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,6 +23,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never
     does.
     io_threads: parallel block reads or writes per rank.
+    stripe_count: on Lustre, over how many OSTs each shard is striped: a number (-1: all), `"auto"` (by the
+        shards' size, the number of ranks and of OSTs), or `"inherit"` (what the root's directory says).
+    stripe_nbytes: on Lustre, the size of a stripe; a multiple of 64 KiB.
     max_arenas: snapshots held at once (2 lets one be taken while the last is still being written).
     arena_budget_nbytes: bound on all arenas together; a save that needs more than is free waits. None:
         `max_arenas` is the only bound.
@@ -42,6 +48,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     zstd_level: int = 1
     direct_io: Literal["auto", "on", "off"] = "auto"
     io_threads: int = 4
+    stripe_count: int | Literal["auto", "inherit"] = "auto"
+    stripe_nbytes: int = 4 << 20
     max_arenas: int = 2
     arena_budget_nbytes: int | None = None
     keep_last: int | None = None
@@ -69,6 +77,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             problems.append(f'direct_io must be "auto", "on" or "off", not {self.direct_io!r}')
         if self.snapshot not in ("copy", "overlap"):
             problems.append(f'snapshot must be "copy" or "overlap", not {self.snapshot!r}')
+        count = self.stripe_count
+        if count not in ("auto", "inherit", -1) and (isinstance(count, str) or not 1 <= count <= MAX_STRIPES):
+            problems.append(
+                f'stripe_count must be "auto", "inherit", -1 or in [1, {MAX_STRIPES}], not {count!r}'
+            )
+        if not 0 < self.stripe_nbytes < 1 << 32 or self.stripe_nbytes % STRIPE_QUANTUM:
+            problems.append(
+                f"stripe_nbytes must be a multiple of {STRIPE_QUANTUM} below 4 GiB, not {self.stripe_nbytes}"
+            )
         if self.on_error not in ("raise", "warn"):
             problems.append(f'on_error must be "raise" or "warn", not {self.on_error!r}')
         for name in ("io_threads", "max_arenas"):
