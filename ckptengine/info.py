@@ -27,7 +27,8 @@ class SaveTimes:
 @dataclass(frozen=True, slots=True)
 class CommitInfo:
     """A committed save. `nbytes` counts all ranks' shard files, `rank_nbytes` the tensor bytes this rank
-    staged."""
+    staged. `notes`: what did not go as wished without harm to the checkpoint, such as a striping that Lustre
+    would not take; the same on all ranks."""
 
     step: int
     path: str
@@ -36,6 +37,7 @@ class CommitInfo:
     nbytes: int
     rank_nbytes: int
     times: SaveTimes
+    notes: tuple[str, ...] = ()
 
     @property
     def stall_s(self) -> float:

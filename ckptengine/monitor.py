@@ -398,6 +398,7 @@ class Monitor:
                 nbytes=outcome.nbytes,
                 rank_nbytes=pending.rank_nbytes,
                 times=handle.times,
+                notes=outcome.notes,
             )
         else:
             failure = outcome.failure or Failure(

@@ -235,6 +235,8 @@ class Saver:
             auto=config.codec == "auto",
             zstd_level=config.zstd_level,
             direct_io=config.direct_io,
+            stripe_count=config.stripe_count,
+            stripe_nbytes=config.stripe_nbytes,
             io_threads=config.io_threads,
             transport=run.spec,
             deadline_unix=pending.deadline,

@@ -14,10 +14,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _has_cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if not os.environ.get("CKPT_LUSTRE_DIR"):
-        for item in items:
-            if item.get_closest_marker("lustre"):
-                item.add_marker(pytest.mark.skip(reason="needs CKPT_LUSTRE_DIR, a directory on Lustre"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lustre-root",
+        metavar="PATH",
+        help="a directory on a mounted Lustre file system: tests/lustre runs there, too",
+    )
 
 
 def pytest_configure() -> None:

@@ -13,6 +13,7 @@ from ckptengine.adapters import c10d, lifeline
 from ckptengine.comm.group import COORDINATOR, Failure
 from ckptengine.comm.transport import Transport
 from ckptengine.staging.arena import Arena, attach
+from ckptengine.storage.lustre_policy import Striping
 from ckptengine.storage.posix import PosixStore
 from ckptengine.write.messages import Outcome, TransportSpec, WriteTask, gone_key
 from ckptengine.write.methods import History
@@ -38,7 +39,7 @@ def run(data: bytes) -> None:
     task = msgspec.msgpack.decode(data, type=WriteTask)
     arena = _process.arena(task)
     _process.task, _process.ended = task, False
-    store = PosixStore(direct_io=task.direct_io)
+    store = PosixStore(task.direct_io, Striping(task.stripe_count, task.stripe_nbytes))
     try:
         transport = _process.transport(task.transport)
     except ConnectionError as error:

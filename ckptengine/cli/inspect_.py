@@ -48,18 +48,19 @@ def inspect_command(
 
     Reading a tensor checks the digest of every block it touches.
     """
-    from ckptengine.cli import inspect_tensor, inspect_whole
+    from ckptengine.cli import inspect_tensor, inspect_whole, striping
     from ckptengine.cli.contents import not_found, open_contents
     from ckptengine.storage.posix import PosixStore
 
     store = PosixStore()
+    layouts = striping.look(store, path) if fqn is None else {}
     contents = open_contents(store, path)
     if fqn is None:
         if limit is None:
             limit = 0 if as_json else _DEFAULT_LIMIT
         names = [name for name in contents.tensors.names() if fnmatchcase(name, pattern)]
         show = inspect_whole.to_json if as_json else inspect_whole.show
-        show(contents, names, limit or len(names))
+        show(contents, names, limit or len(names), layouts)
         return exit_codes.GOOD
 
     row = contents.row(fqn)

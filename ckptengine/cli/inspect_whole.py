@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ckptengine.cli import render
+from ckptengine.cli import render, striping
 from ckptengine.cli.contents import Contents, Row
 from ckptengine.cli.stored import stored
 
@@ -29,8 +29,10 @@ _DTYPES = (
 )
 
 
-def show(contents: Contents, names: Sequence[str], limit: int) -> None:
-    """The summary, and the tensors named."""
+def show(
+    contents: Contents, names: Sequence[str], limit: int, layouts: dict[str, striping.Found] | None = None
+) -> None:
+    """The summary, and the tensors named. layouts: of the shard files, where they are on Lustre."""
     render.facts(_facts(contents))
     render.line()
     dtypes = _count_dtypes(contents)
@@ -50,6 +52,9 @@ def show(contents: Contents, names: Sequence[str], limit: int) -> None:
             ],
         )
         render.line()
+    if layouts:
+        striping.show(contents, layouts)
+        render.line()
     rows = _rows(contents, names[:limit])
     if rows:
         render.table(_TENSORS, [_cells(row) for row in rows])
@@ -61,14 +66,21 @@ def show(contents: Contents, names: Sequence[str], limit: int) -> None:
         render.message("there are no tensors in it")
 
 
-def to_json(contents: Contents, names: Sequence[str], limit: int) -> None:
+def to_json(
+    contents: Contents, names: Sequence[str], limit: int, layouts: dict[str, striping.Found] | None = None
+) -> None:
     """The same, as JSON."""
     dtypes = {
         dtype: {"tensors": count, "nbytes": nbytes}
         for dtype, (count, nbytes) in _count_dtypes(contents).items()
     }
     tensors = [row_to_json(row) for row in _rows(contents, names[:limit])]
-    render.json({**_head(contents), "dtypes": dtypes, "tensors": tensors})
+    head = _head(contents)
+    if layouts:
+        shards = [head] if contents.shard is not None else head["shards"]
+        for rank, shown in zip(contents.ranks, shards, strict=True):
+            shown["striping"] = striping.to_json(layouts.get(contents.file(rank)))
+    render.json({**head, "dtypes": dtypes, "tensors": tensors})
 
 
 def row_to_json(row: Row) -> dict[str, Any]:

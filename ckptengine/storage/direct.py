@@ -1,9 +1,10 @@
 """When can a transfer bypass the page cache, and from which memory?
 
 O_DIRECT wants file offset, length and memory address aligned. What the file system asks for is read with
-statx where it tells (Linux 6.1), else a page is assumed, which every file system accepts. A file system may
-still refuse, at open or at the first transfer, with EINVAL: `DirectFile` then goes without for good, unless
-direct I/O was demanded.
+statx where it tells (Linux 6.1), else a page is assumed, which every file system accepts. Lustre gets whole
+pages whatever it tells: 2.15 takes nothing less, and what later versions do with less is copy it. A file
+system may still refuse, at open or at the first transfer, with EINVAL: `DirectFile` then goes without for
+good, unless direct I/O was demanded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from typing import Literal
 
 from ckptengine.errors import StorageError
+from ckptengine.storage import lustre
 from ckptengine.storage.failures import storage_error
 from ckptengine.storage.linux import address_of, direct_io_alignment
 
@@ -22,6 +24,8 @@ DirectMode = Literal["auto", "on", "off"]
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
+# Of the machine: 64 KiB on some arm64 kernels.
+_SYSTEM_PAGE = max(PAGE, os.sysconf("SC_PAGESIZE"))
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _DEMANDED = 'direct_io="on" was asked for; use "auto" to go through the page cache here'
 
@@ -42,7 +46,7 @@ class DirectFile:
         self._lock = threading.Lock()
         self._fd = -1
         self._usable = mode != "off"
-        self._memory = self._offset = PAGE
+        self._memory = self._offset = _SYSTEM_PAGE
 
     @property
     def usable(self) -> bool:
@@ -64,11 +68,17 @@ class DirectFile:
             aligned = direct_io_alignment(self._peer_fd)
             if aligned is not None:
                 self._memory, self._offset = aligned
+            if 0 < min(self._memory, self._offset) < _SYSTEM_PAGE and lustre.is_lustre(self._peer_fd):
+                self._memory, self._offset = max(self._memory, _SYSTEM_PAGE), max(self._offset, _SYSTEM_PAGE)
             if self._memory == 0 or self._offset == 0:
                 self._refused(None)
                 return -1
             try:
                 fd = os.open(self._path, self._flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                # Removed since it was opened: the peer still reads it, and nothing can open it a second time.
+                self._usable = False
+                return -1
             except OSError as exc:
                 if exc.errno not in _REFUSALS:
                     raise storage_error(exc, self._path, "open for direct I/O") from exc

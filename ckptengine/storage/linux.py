@@ -16,6 +16,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
 _libc.syscall.restype = ctypes.c_long
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _has_statx = hasattr(_libc, "statx")
 if _has_statx:
     _libc.statx.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
@@ -90,6 +91,15 @@ def direct_io_alignment(fd: int) -> tuple[int, int] | None:
     if not result[0] & _STATX_DIOALIGN:
         return None
     return int(result[38]), int(result[39])  # stx_dio_mem_align at byte 152, stx_dio_offset_align at 156
+
+
+def file_system_type(fd: int) -> int:
+    """fstatfs(2): the file system's magic number, which `os.fstatvfs` leaves out."""
+    result = (ctypes.c_ulong * 32)()  # struct statfs, 120 bytes: f_type is the first, a long
+    while _libc.fstatfs(fd, result) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            _raise_errno("fstatfs")
+    return int(result[0]) & 0xFFFF_FFFF
 
 
 def resident_pages(fd: int, offset: int, nbytes: int) -> int:

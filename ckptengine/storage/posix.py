@@ -5,18 +5,22 @@ from __future__ import annotations
 import builtins
 import errno
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 from ckptengine.errors import CorruptCheckpointError, StorageError
-from ckptengine.storage import durable
+from ckptengine.storage import durable, lustre
 from ckptengine.storage.blockio import PosixReader, PosixWriter
 from ckptengine.storage.direct import DirectMode
 from ckptengine.storage.failures import HINTS, storage_error, translated
 from ckptengine.storage.linux import fallocate
+from ckptengine.storage.lustre_policy import BY_POLICY, Striping
 from ckptengine.storage.store import BlockReader, BlockWriter, Entry
+
+logger = logging.getLogger(__name__)
 
 # Errors that say "no locks here" and not "someone holds it": Lustre mounted without flock (ENOSYS), NFS
 # directories (EBADF, EINVAL: it emulates flock with record locks, which need a file open for writing).
@@ -30,10 +34,12 @@ class PosixStore:
 
     direct_io: `"auto"` bypasses the page cache where the file system and the alignment allow it, `"on"` makes
     a file system that cannot an error, `"off"` never does.
+    striping: how new files are striped on Lustre.
     """
 
-    def __init__(self, direct_io: DirectMode = "auto") -> None:
+    def __init__(self, direct_io: DirectMode = "auto", striping: Striping = BY_POLICY) -> None:
         self.direct_io: DirectMode = direct_io
+        self.striping = striping
 
     def __repr__(self) -> str:
         return f"PosixStore(direct_io={self.direct_io!r})"
@@ -68,6 +74,12 @@ class PosixStore:
                 # A parent we may not open is one we made nothing in; EACCES there says nothing about our own.
                 if directory in changed or exc.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
+
+    def expect_files(self, path: str, *, files: int, file_nbytes: int) -> str | None:
+        return lustre.set_default(path, self.striping, files=files, file_nbytes=file_nbytes)
+
+    def may_fit_elsewhere(self, path: str, *, nbytes: int) -> bool:
+        return lustre.has_room(path, nbytes)
 
     def read(self, path: str, *, limit: int) -> bytes:
         fd, size = _open_regular(path)
@@ -106,6 +118,8 @@ class PosixStore:
 
     def open(self, path: str) -> BlockReader:
         fd, size = _open_regular(path)
+        if size and lustre.is_released(fd):
+            logger.warning("%s is in the archive only: reading it waits until Lustre has fetched it", path)
         return PosixReader(path, fd, size, self.direct_io)
 
     def publish(self, path: str, data: bytes) -> None:

@@ -2,8 +2,9 @@
 
 A checkpoint goes through a store like this::
 
-    save, every rank          make_dirs(attempt)          the attempt's directory, durable
-                              w = create(shard, nbytes)   a new file
+    save, the coordinator     make_dirs(attempt)          the attempt's directory, durable
+                              expect_files(attempt)       what it is going to hold
+    save, every rank          w = create(shard, nbytes)   a new file
                               w.pwrite(...)               from several threads, any order
                               w.finish()                  data and size durable
                               sync_dir(attempt)           the file's name durable
@@ -127,6 +128,22 @@ class Store(Protocol):
 
         Durable on return: every directory made here, and the names of `path` and of its parent even where
         they existed, since whoever made them may have died before making them durable.
+        """
+        ...
+
+    def expect_files(self, path: str, *, files: int, file_nbytes: int) -> str | None:
+        """Say what a directory is going to hold, before there is anything in it, so that a file system that
+        has a choice can place it well: `files` files, made at the same time, of about `file_nbytes` bytes
+        each (0: small ones).
+
+        Called by the coordinator. Never fails: returns what could not be done, None if nothing had to be or
+        all was. Idempotent.
+        """
+        ...
+
+    def may_fit_elsewhere(self, path: str, *, nbytes: int) -> bool:
+        """Whether a new file of `nbytes` bytes in the directory `path` may find the space that another one
+        just did not (`ENOSPC`): where a file system consists of parts, one of them may be full.
         """
         ...
 

@@ -86,6 +86,12 @@ class FaultyStore:
     def make_dirs(self, path: str) -> None:
         self._run("make_dirs", path, lambda: self.inner.make_dirs(path))
 
+    def expect_files(self, path: str, *, files: int, file_nbytes: int) -> str | None:
+        return self.inner.expect_files(path, files=files, file_nbytes=file_nbytes)  # never fails
+
+    def may_fit_elsewhere(self, path: str, *, nbytes: int) -> bool:
+        return self.inner.may_fit_elsewhere(path, nbytes=nbytes)
+
     def read(self, path: str, *, limit: int) -> bytes:
         fault = self._due("read", path)
         if isinstance(fault, str):

@@ -211,6 +211,26 @@ class StoreContract:
 
         run_together(3, work)
 
+    # What a directory will hold
+
+    def test_an_announcement_never_fails_and_changes_nothing_to_be_seen(
+        self, store: Store, root: str
+    ) -> None:
+        for _ in range(2):
+            assert store.expect_files(root, files=2, file_nbytes=1 << 30) is None
+            assert store.expect_files(root, files=2, file_nbytes=0) is None
+        assert store.list(root) == []
+        write_file(store, posixpath.join(root, "file"), b"x")
+        assert read_file(store, posixpath.join(root, "file")) == b"x"
+
+    def test_an_announcement_for_no_directory_does_not_raise(self, store: Store, root: str) -> None:
+        problem = store.expect_files(posixpath.join(root, "missing"), files=1, file_nbytes=1)
+        assert problem is None or problem
+
+    def test_room_elsewhere_is_a_question_about_any_path(self, store: Store, root: str) -> None:
+        assert not store.may_fit_elsewhere(root, nbytes=1 << 60)
+        assert not store.may_fit_elsewhere(posixpath.join(root, "missing"), nbytes=1)
+
     # Removal
 
     def test_remove_a_file(self, store: Store, root: str) -> None:

@@ -58,6 +58,8 @@ class WriteTask(msgspec.Struct, frozen=True, kw_only=True):
     auto: bool
     """Compress only what is through sooner for it."""
     direct_io: Literal["auto", "on", "off"]
+    stripe_count: int | Literal["auto", "inherit"] = "auto"
+    stripe_nbytes: int = 4 << 20
     io_threads: int
     transport: TransportSpec
     deadline_unix: float
@@ -82,6 +84,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 0
     header_nbytes: int = 0
     header_digest: str = ""
+    notes: tuple[str, ...] = ()
     failure: Failure | None = None
 
 
@@ -92,6 +95,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     nbytes: int = 0
     committed_at: float = 0.0
+    notes: tuple[str, ...] = ()
     failure: Failure | None = None
     retry: bool = False
 

@@ -37,7 +37,8 @@ from ckptengine.write.messages import (
     receipt_key,
 )
 from ckptengine.write.methods import History
-from ckptengine.write.shard_writer import Compression, write_shard
+from ckptengine.write.second_place import with_a_second_place
+from ckptengine.write.shard_writer import Compression, WrittenShard, write_shard
 from ckptengine.write.waiting import wait_for_key
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def _make_durable(
     reporter: _Reporter,
     history: History,
 ) -> Receipt:
-    _prepare_directory(task, store, transport)
+    notes = _prepare_directory(task, store, transport)
     reporter.writing()
     header = bytes(payload[: task.header_nbytes])
     data = payload[task.data_offset : task.data_offset + task.data_nbytes]
@@ -129,23 +130,29 @@ def _make_durable(
         methods_at=task.methods_at,
         n_blocks=BlockTable(task.data_nbytes, task.block_nbytes).count,
     )
-    written = write_shard(
-        store,
-        os.path.join(step_path(task), shard_path(task, task.rank)),
-        template=template,
-        data=data,
-        block_nbytes=task.block_nbytes,
-        compression=Compression(task.zstd_level, task.auto, history) if task.codec == "zstd" else None,
-        threads=task.io_threads,
-        on_progress=reporter.wrote,
-        on_written=reporter.written,
-    )
+    path = os.path.join(step_path(task), shard_path(task, task.rank))
+
+    def write() -> WrittenShard:
+        return write_shard(
+            store,
+            path,
+            template=template,
+            data=data,
+            block_nbytes=task.block_nbytes,
+            compression=Compression(task.zstd_level, task.auto, history) if task.codec == "zstd" else None,
+            threads=task.io_threads,
+            on_progress=reporter.wrote,
+            on_written=reporter.written,
+        )
+
+    written = with_a_second_place(store, path, template.nbytes + len(data), write)
     reporter.durable()
     return Receipt(
         rank=task.rank,
         size=written.size,
         header_nbytes=task.header_nbytes,
         header_digest=written.header_digest,
+        notes=notes,
     )
 
 
@@ -164,18 +171,21 @@ def _refuse_link(task: WriteTask, store: Store) -> None:
         )
 
 
-def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> None:
-    """One mkdir per attempt, by one rank: on Lustre a mkdir costs ten times a create."""
+def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> tuple[str, ...]:
+    """One mkdir per attempt, by one rank: on Lustre a mkdir costs ten times a create. Returns what did not go
+    as wished."""
+    notes: tuple[str, ...] = ()
     if task.rank == COORDINATOR:
         try:
             _refuse_link(task, store)
             store.make_dirs(os.path.join(step_path(task), task.attempt))
+            notes = _announce_files(task, store)
         except Exception as error:
             ready = Ready(failure=Failure.of(error, task.rank))
             transport.set(ready_key(task.attempt), msgspec.msgpack.encode(ready))
             raise
         transport.set(ready_key(task.attempt), msgspec.msgpack.encode(Ready(step=task.step)))
-        return
+        return notes
     try:
         answer = wait_for_key(transport, task, ready_key(task.attempt))
     except TimeoutError:
@@ -193,6 +203,24 @@ def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> N
             rank=task.rank,
             hint="all ranks must save the same steps in the same order",
         )
+    return notes
+
+
+def _announce_files(task: WriteTask, store: Store) -> tuple[str, ...]:
+    """Before any rank knows of the directory, so that every file in it is laid out the same. The
+    coordinator's shard stands for all: FSDP's are alike, and replicas are balanced by bytes."""
+    shard_nbytes = task.data_offset + task.data_nbytes
+    problems = (
+        # INDEX and the manifest: in a root striped over all OSTs, each look at one would ask them all.
+        store.expect_files(step_path(task), files=2, file_nbytes=0),
+        store.expect_files(
+            os.path.join(step_path(task), task.attempt), files=task.world_size, file_nbytes=shard_nbytes
+        ),
+    )
+    notes = tuple(problem for problem in problems if problem is not None)
+    for note in notes:
+        logger.warning("step %d, attempt %s: %s", task.step, task.attempt, note)
+    return notes
 
 
 def _decide(task: WriteTask, store: Store, transport: Transport, own: Receipt) -> Outcome:
@@ -201,8 +229,12 @@ def _decide(task: WriteTask, store: Store, transport: Transport, own: Receipt) -
         receipts = collect_receipts(transport, task, own)
         paths = [shard_path(task, rank) for rank in range(task.world_size)]
         manifest = commit(store, step_path(task), task, receipts, paths)
-        # The manifest was made, and says so, before it was published.
-        outcome = msgspec.structs.replace(_committed(manifest), committed_at=time.time())
+        outcome = msgspec.structs.replace(
+            _committed(manifest),
+            # The manifest was made, and says so, before it was published.
+            committed_at=time.time(),
+            notes=own.notes,
+        )
     except Exception as error:
         failure = Failure.of(error, task.rank)
         outcome = Outcome(committed=False, failure=failure, retry=task.may_retry and failure.retryable)

@@ -36,3 +36,12 @@ def publish_and_die(task: bytes) -> None:
 
     save._committed = lambda manifest: die(b"")  # type: ignore[assignment,return-value]
     worker.run(task)
+
+
+def on_fuse_as_lustre(task: bytes) -> None:
+    """The engine's own task, in a process that takes FUSE for Lustre."""
+    from ckptengine.adapters import worker
+    from tests.helpers import fuse_lustre
+
+    fuse_lustre.pretend()
+    worker.run(task)
