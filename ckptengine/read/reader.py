@@ -181,8 +181,12 @@ class ShardReader:
             ) from None
 
     def threads_for(self, blocks: Sequence[int], threads: int) -> int:
-        """How many threads the blocks and the bound on memory allow, up to `threads`."""
-        each = sum(self._buffer_sizes(blocks))
+        """How many threads the blocks and the bound on memory allow, up to `threads`; of raw blocks, up to
+        twice as many, since a thread is at digest and copy half of the time when CPUs are scarce."""
+        plain, stored = self._buffer_sizes(blocks)
+        each = plain + stored
+        if not stored and threads > 1:
+            threads *= 2
         return max(1, min(threads, MAX_POOL_NBYTES // max(1, each)))
 
     def _buffer_sizes(self, blocks: Sequence[int], keep: bool = False) -> tuple[int, int]:

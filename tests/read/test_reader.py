@@ -210,7 +210,7 @@ def test_a_storage_failure_stops_all_threads_and_keeps_its_errno(shard: Shard, t
     with pytest.raises(StorageError, match="Input/output") as caught:
         read_shard(store, shard.path, shard.header, where, threads=threads)
     assert (caught.value.errno, caught.value.rank) == (5, 3)
-    assert store.reads <= 4 + threads
+    assert store.reads <= 4 + 2 * threads
     assert threading.active_count() == before
 
 
@@ -234,6 +234,14 @@ def test_buffers_are_bounded_whatever_is_asked(shard: Shard, monkeypatch: pytest
     _, where = shard.targets(list(shard.arrays))
     read_shard(shard.store, shard.path, shard.header, where, threads=64)
     assert sum(made) <= 4 * PAGE
+
+
+def test_raw_blocks_get_twice_the_threads_that_were_asked_for(shard: Shard) -> None:
+    with reader.ShardReader(shard.store, shard.path, shard.header) as opened:
+        blocks = range(shard.header.blocks.count)
+        compressed = shard.header.stored_nbytes is not None
+        assert opened.threads_for(blocks, 3) == (3 if compressed else 6)
+        assert opened.threads_for(blocks, 1) == 1
 
 
 def test_a_failing_progress_callback_is_raised(shard: Shard) -> None:
