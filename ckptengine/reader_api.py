@@ -38,10 +38,10 @@ from ckptengine.read.selection import select
 from ckptengine.read.shards import open_header, shard_path
 from ckptengine.read.step import held_manifest
 from ckptengine.read.tensors import StepTensors
-from ckptengine.read.threads import in_threads
 from ckptengine.read.world import Piece
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
+from ckptengine.storage.threads import in_threads
 
 CACHE_NBYTES = 64 << 20
 """Blocks kept between reads, so that tensors that share a block are not each the cause of a read."""

@@ -30,11 +30,11 @@ from ckptengine.read.damage import Damage
 from ckptengine.read.reader import find_damage
 from ckptengine.read.shards import check_size, read_header, shard_path
 from ckptengine.read.step import held_manifest
-from ckptengine.read.threads import in_threads
 from ckptengine.read.world import inconsistencies
 from ckptengine.storage.failures import translated
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
+from ckptengine.storage.threads import in_threads
 
 Level = Literal["sizes", "structure", "data"]
 LEVELS: tuple[Level, ...] = get_args(Level)

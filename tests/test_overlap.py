@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -508,6 +510,29 @@ def test_a_fork_steps_without_waiting(ckpt: ck.Checkpointer, gate: Gate, job: Jo
     assert os.waitstatus_to_exitcode(ended[1]) == 7
     gate.open()
     handle.result()
+
+
+LEAVES = """
+import sys, torch, ckptengine as ck
+from ckptengine.adapters import guard
+
+model = torch.nn.Linear(1024, 4096)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ckpt = ck.Checkpointer(sys.argv[1], config=ck.Config(snapshot="overlap"))
+torch.nn.init.constant_(model.weight, 2.0)
+ckpt.async_save(1, {"model": model, "optimizer": optimizer})
+assert guard._active
+"""
+
+
+def test_a_script_that_ends_during_the_copy_has_saved(tmp_path: Path) -> None:
+    """The interpreter is ending: an executor would take no more work."""
+    command = [sys.executable, "-W", "ignore", "-c", LEAVES, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "was not closed" in run.stderr
+    with ck.open_checkpoint(tmp_path) as opened:
+        assert same(opened.get_tensor("model.weight"), torch.full((4096, 1024), 2.0))
 
 
 def test_the_hook_is_gone_with_the_last_checkpointer(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from ckptengine.adapters.items import StateItem
 from ckptengine.adapters.pinning import Queued, copy_from_device
 from ckptengine.adapters.tensors import plain
+from ckptengine.storage.threads import in_threads
 
 # Enough for a thread's start not to show, small enough to spread one large tensor over all threads.
 PIECE_NBYTES = 32 << 20
@@ -89,18 +89,11 @@ def _copy_strided(source: torch.Tensor, payload: memoryview, offset: int, nbytes
 
 
 def _do(work: list[tuple[int, Callable[[], object]]], threads: int, go_on: Callable[[], None]) -> None:
-    if threads <= 1 or len(work) <= 1:
-        for _, task in work:
-            go_on()
-            task()
-        return
-
-    def run(task: Callable[[], object]) -> None:
-        go_on()
-        task()
-
     # Largest first, so that no thread is left with a large one at the end. memmove and copy_ release the GIL.
     work.sort(key=lambda entry: entry[0], reverse=True)
-    with ThreadPoolExecutor(min(threads, len(work)), thread_name_prefix="ckptengine-stage") as pool:
-        for future in [pool.submit(run, task) for _, task in work]:
-            future.result()
+
+    def step(job: tuple[int, Callable[[], object]], go_on: Callable[[], None]) -> None:
+        go_on()
+        job[1]()
+
+    in_threads(work, threads, lambda: go_on, step)

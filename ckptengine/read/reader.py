@@ -24,9 +24,9 @@ from ckptengine.format.shard import ShardHeader
 from ckptengine.read import raw_block
 from ckptengine.read.damage import Damage, touched
 from ckptengine.read.plan import BlockRead, Destination, plan_reads
-from ckptengine.read.threads import in_threads
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.store import BlockReader, ReadSource, Store
+from ckptengine.storage.threads import in_threads
 
 MAX_POOL_NBYTES = 256 << 20
 """All buffers of one read together; with larger blocks fewer threads read, but always one."""

@@ -20,11 +20,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from ckptengine.errors import CommitTimeoutError, SaveFailedError, StorageError
 from ckptengine.staging.status import STATUS_NBYTES, StatusPage
 from ckptengine.storage.linux import MADV_POPULATE_WRITE, address_of, madvise
+from ckptengine.storage.threads import in_threads
 
 logger = logging.getLogger(__name__)
 
@@ -168,13 +168,9 @@ def attach(pid: int, fd: int, capacity: int) -> Arena:
 def _prefault(address: int, nbytes: int) -> None:
     """Give every page its memory, in parallel: one thread zeroes 1.2 GiB/s."""
     pieces = [(address + at, min(_PREFAULT_PIECE, nbytes - at)) for at in range(0, nbytes, _PREFAULT_PIECE)]
-    threads = min(len(pieces), len(os.sched_getaffinity(0)), 8)
-    if threads == 1:
-        for piece in pieces:
-            _populate(*piece)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckptengine-prefault") as pool:
-        list(pool.map(_populate, *zip(*pieces, strict=True)))
+    # Not an executor's threads: there are none once the interpreter is ending, and a save may be under way.
+    threads = min(len(os.sched_getaffinity(0)), 8)
+    in_threads(pieces, threads, lambda: None, lambda piece, _: _populate(*piece))
 
 
 def _populate(address: int, nbytes: int) -> None:

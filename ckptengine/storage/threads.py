@@ -39,7 +39,7 @@ def in_threads(
             failures.append(error)
 
     helpers = [
-        threading.Thread(target=work, name=f"ckptengine-read-{i}", daemon=True)
+        threading.Thread(target=work, name=f"ckptengine-work-{i}", daemon=True)
         for i in range(1, min(threads, len(jobs)))
     ]
     for helper in helpers:
