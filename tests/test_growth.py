@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckptengine.testing.synthetic import World, write_step
+from ckptengine.testing.worlds import restore_two_ranks
 from tests.helpers.counting import CountingStore
-from tests.helpers.worlds import restore_two_ranks
 
 
 def state(world: World) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,17 +23,24 @@ CALLS = 8
 ALL_GOOD = msgspec.msgpack.encode({"value": None, "failure": None})
 
 
-class CountingTransport(MemoryTransport):
-    """heard: bytes that each thread got."""
+class _Space(MemoryTransport):
+    """heard: bytes that each thread got. As a job's store does, it wakes only who waits for the key that is
+    set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: dict[int, int] = {}
+        self.heard: Counter[int] = Counter()
+        self._set: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._set[key].set()
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        value = super().get(key, timeout_s)
-        me = threading.get_ident()
-        self.heard[me] = self.heard.get(me, 0) + len(value)
+        if not self._set[key].wait(timeout_s):
+            raise TimeoutError(f"no value for {key!r} within {timeout_s:g} s")
+        value = self._values[key]
+        self.heard[threading.get_ident()] += len(value)
         return value
 
 
@@ -44,13 +52,13 @@ def restore_two_ranks(
     state, store: what each of the two restores into, and by which store. Returns for each its info, and the
     bytes it was told by others.
     """
-    space = CountingTransport()
+    space = _Space()
     for rank in range(ranks):
         for call in range(1, CALLS) if rank not in (COORDINATOR, other) else ():
             space.set(f"g/{call}/{rank}", ALL_GOOD)
 
     def work(rank: int) -> tuple[RestoreInfo, int]:
-        before = space.heard.get(threading.get_ident(), 0)
+        before = space.heard[threading.get_ident()]
         group = Group(rank, ranks, space, "g", 60.0)
         info = restorer.restore(
             root,
@@ -62,7 +70,7 @@ def restore_two_ranks(
             group=group,
             config=Config(),
         )
-        return info, space.heard.get(threading.get_ident(), 0) - before
+        return info, space.heard[threading.get_ident()] - before
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip((COORDINATOR, other), pool.map(work, (COORDINATOR, other)), strict=True))

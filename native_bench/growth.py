@@ -1,0 +1,188 @@
+"""What grows with the world, and what must not? `python -m native_bench.growth [--quick]` prints it as JSON.
+
+Times are of the CPU, of the thread that is asked about, and medians: what else runs on the machine does not
+count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptengine.catalog.catalog import latest
+from ckptengine.format.columns import IndexBuilder, scan_header
+from ckptengine.format.index import decode_index, encode_index
+from ckptengine.format.manifest import decode_manifest, encode_manifest
+from ckptengine.format.names import MANIFEST_NAME, step_dirname
+from ckptengine.storage.posix import PosixStore
+from ckptengine.storage.store import BlockReader
+from ckptengine.testing.synthetic import World, shard_file, write_step
+from ckptengine.testing.worlds import restore_two_ranks
+
+ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """target: what the value is to be at most; None where it is only told."""
+
+    name: str
+    value: float
+    unit: str
+    target: float | None = None
+
+
+class _Watch:
+    """Notes when a rank's thread begins, and when it opens its shard for the second time: to read blocks."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._began: dict[int, float] = {}
+        self.seconds: dict[int, float] = {}
+
+    def state(self, rank: int) -> dict[str, Any]:
+        world = self._world
+        made = {"tensors": {name: torch.zeros(world.rows, 64) for name in world.names}, "rank": -1}
+        self._began[rank] = time.thread_time()
+        return made
+
+    def store(self, rank: int) -> PosixStore:
+        return _WatchedStore(lambda: self._opened(rank))
+
+    def _opened(self, rank: int) -> None:
+        self.seconds[rank] = time.thread_time() - self._began[rank]
+
+
+class _WatchedStore(PosixStore):
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def open(self, path: str) -> BlockReader:
+        self._note()
+        return super().open(path)
+
+
+def restore_metadata(folder: Path, ranks: int, tensors: int) -> list[Figure]:
+    """What a restore does before the first block is read, in a world of two ranks and in a large one."""
+    worlds = {"small": World(3, tensors, sharded=False), "large": World(ranks, tensors, sharded=False)}
+    found: dict[str, dict[int, list[float]]] = {size: {0: [], 1: []} for size in worlds}
+    for size, world in worlds.items():
+        write_step(folder / size, world, shards=(0, 1), index=False)
+    for _ in range(ROUNDS):
+        for size, world in worlds.items():
+            watch = _Watch(world)
+            restore_two_ranks(str(folder / size), world.ranks, 1, watch.state, watch.store)
+            for rank, seconds in watch.seconds.items():
+                found[size][rank].append(seconds)
+    median = {(size, rank): statistics.median(found[size][rank]) for size in found for rank in (0, 1)}
+    return [
+        Figure(
+            "restore metadata of a rank, large world / small",
+            median["large", 1] / median["small", 1],
+            "",
+            1.2,
+        ),
+        Figure("restore metadata of a rank, large world", 1e3 * median["large", 1], "ms"),
+        Figure("restore metadata of the coordinator, large world", 1e3 * median["large", 0], "ms"),
+        Figure("restore metadata of the coordinator, small world", 1e3 * median["small", 0], "ms"),
+    ]
+
+
+def newest_step(folder: Path, steps: int) -> list[Figure]:
+    for step in range(steps):
+        path = folder / "steps" / step_dirname(step)
+        path.mkdir(parents=True)
+        (path / MANIFEST_NAME).touch()
+    seconds, found = _median(lambda: latest(PosixStore(), str(folder / "steps")))
+    assert found is not None
+    assert found.step == steps - 1
+    return [Figure(f"newest of {steps} steps, warm", 1e3 * seconds, "ms", 50.0)]
+
+
+def index(ranks: int, tensors: int) -> list[Figure]:
+    world = World(ranks, tensors)
+    data = world.index()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, opened = _median(lambda: decode_index(data, path=""), rounds=3)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    look_up, chunks = _median(lambda: opened.chunks(world.names[0]))
+    assert len(chunks) == ranks
+    return [
+        Figure(f"INDEX of {ranks} ranks x {tensors} tensors opens in", seconds, "s", 1.0),
+        Figure("INDEX on disk", len(data) / 2**20, "MiB"),
+        Figure("INDEX, growth of peak memory", grown / 2**10, "MiB"),
+        Figure("INDEX, look-up of one tensor's chunks", 1e3 * look_up, "ms"),
+    ]
+
+
+def commit(folder: Path, ranks: int, tensors: int) -> list[Figure]:
+    """What the committer does with headers that it has read; and the manifest."""
+    world = World(ranks, tensors)
+    header, _ = shard_file(world, 1)
+
+    def build() -> IndexBuilder:
+        builder = IndexBuilder()
+        for columns in world.columns():
+            scan_header(header)
+            builder.add(columns)
+        return builder
+
+    scan, builder = _median(build, rounds=1)
+    encode, _ = _median(lambda: encode_index(builder), rounds=3)
+    path = Path(write_step(folder / "commit", world, shards=(), index=False), MANIFEST_NAME)
+    data = path.read_bytes()
+    decode, manifest = _median(lambda: decode_manifest(data, path=""))
+    again, _ = _median(lambda: encode_manifest(manifest))
+    return [
+        Figure("commit: headers to columns", scan, "s"),
+        Figure("commit: columns to INDEX", encode, "s"),
+        Figure("manifest, encode", 1e3 * again, "ms"),
+        Figure("manifest, decode", 1e3 * decode, "ms"),
+    ]
+
+
+def _median(work: Callable[[], Any], rounds: int = ROUNDS) -> tuple[float, Any]:
+    seconds = []
+    result = None
+    for _ in range(rounds):
+        began = time.thread_time()
+        result = work()
+        seconds.append(time.thread_time() - began)
+    return statistics.median(seconds), result
+
+
+def measure(*, quick: bool = False) -> list[Figure]:
+    """All figures; quick: of a small world, to see that it works."""
+    ranks, tensors, steps = (64, 20, 50) if quick else (4096, 500, 1000)
+    with tempfile.TemporaryDirectory(prefix="ckpt-growth-") as name:
+        folder = Path(name)
+        return [
+            *index(ranks, tensors),
+            *restore_metadata(folder, ranks, tensors),
+            *newest_step(folder, steps),
+            *commit(folder, ranks, tensors),
+        ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m native_bench.growth", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small world, to see that it works")
+    figures = measure(quick=parser.parse_args().quick)
+    print(json.dumps([asdict(figure) for figure in figures], indent=2))
+    return int(any(figure.target is not None and figure.value > figure.target for figure in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
