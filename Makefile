@@ -62,6 +62,41 @@ limits: $(STAMP) ## build the native programs and measure this machine's limits 
 bench-micro: $(STAMP) ## time the parts of the engine, then whole saves and restores (minutes; add ARGS='-k header')
 	@$(BIN)/python -m pytest native_bench/suites --benchmark-enable --benchmark-only $(ARGS)
 
+# BENCH_ARGS='--cases large --systems engine,dcp-1 --rounds 7': what to measure. BENCH_DIR: on which storage.
+BENCH_ARGS ?=
+BENCH_DIR ?= .
+BENCH_VENV := .venv-bench
+BENCH_STAMP := $(BENCH_VENV)/.installed
+PEERS_OF := import importlib.metadata as m; print(*(r.split(";")[0].strip() for r in m.requires("ckptengine") if "bench-peers" in r))
+
+# The peers have an environment of their own: what they need must not get into the one that the tests run in. A peer
+# that cannot be installed here is skipped in the comparison, with a message.
+$(BENCH_STAMP): $(STAMP)
+	@$(BIN)/python -m venv --clear $(BENCH_VENV)
+	@echo "installing the package and the peers into $(BENCH_VENV) (this can take minutes)"
+	@$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	@for peer in $$($(BENCH_VENV)/bin/python -c '$(PEERS_OF)'); do \
+	  $(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$peer" \
+	    || echo "$$peer cannot be installed here; the comparison goes on without it" >&2; \
+	done
+	@touch $@
+
+.PHONY: bench
+bench: $(BENCH_STAMP) ## compare the engine with limits and peers (10 to 15 minutes, 8 GiB of disk, 20 GiB of memory)
+	@$(BENCH_VENV)/bin/python -m native_bench run --dir $(BENCH_DIR) $(BENCH_ARGS)
+
+.PHONY: bench-report
+bench-report: $(BENCH_STAMP) ## put the last `make bench` into docs/benchmarks.md
+	@$(BENCH_VENV)/bin/python -m native_bench report bench-results/results.json
+
+.PHONY: bench-quick
+bench-quick: $(STAMP) ## the same at small sizes, with the peers at hand: is all of it right? (about a minute)
+	@$(BIN)/python -m native_bench run --quick --base --dir $(BENCH_DIR) --out bench-results/quick $(BENCH_ARGS)
+
+.PHONY: bench-guard
+bench-guard: $(STAMP) ## fail if the engine is more than 25 % farther from the limit than native_bench/baseline.json says
+	@$(BIN)/python -m native_bench guard --dir $(BENCH_DIR) $(BENCH_ARGS)
+
 .PHONY: lint
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
@@ -78,9 +113,9 @@ wheel: $(STAMP) ## build the wheel into dist/
 	@$(BIN)/python -m build --wheel
 
 .PHONY: clean
-clean: ## remove what was built or cached (the virtual environment stays: rm -r .venv)
-	@rm -rf build dist demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	@find . -path ./$(VENV) -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
+clean: ## remove what was built or cached (the virtual environments stay: rm -r .venv .venv-bench)
+	@rm -rf build dist demo-run bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@find . -path './.venv*' -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
 
 .PHONY: help
 help: ## this list

@@ -1,0 +1,117 @@
+"""What a run leaves behind: every sample, and what it has to be read beside."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from native_bench.cases import Case
+
+FORMAT = 1
+
+NATIVE = "native"
+"""The name under which the native programs' limits stand among the systems."""
+
+
+class System(msgspec.Struct, kw_only=True):
+    """One system in one case. samples: seconds of each round, by figure; of several ranks the slowest one's.
+
+    `stall_s`, `save_s` (from the call to durable and, if the system commits, committed), `restore_cold_s`,
+    `restore_hot_s`; others are the system's own. error: why it stopped. note: why there are fewer rounds.
+    """
+
+    name: str
+    title: str
+    how: str = ""
+    fsyncs: bool = False
+    copies: bool = True
+    limit: bool = False
+    restores_like: str | None = None
+    saves_like: str | None = None
+    samples: dict[str, list[float]] = {}
+    error: str | None = None
+    note: str | None = None
+
+    def median(self, figure: str) -> float | None:
+        values = self.samples.get(figure)
+        return statistics.median(values) if values else None
+
+    def rounds(self, figure: str) -> int:
+        return len(self.samples.get(figure, ()))
+
+
+class CaseResult(msgspec.Struct, kw_only=True):
+    """nbytes, tensors: of all ranks together. skipped: system → why it was not measured."""
+
+    case: Case
+    nbytes: int
+    tensors: int
+    directory: str
+    file_system: str
+    systems: list[System] = []
+    skipped: dict[str, str] = {}
+    notes: list[str] = []
+
+    def find(self, name: str) -> System | None:
+        return next((system for system in self.systems if system.name == name), None)
+
+    def median(self, name: str, figure: str) -> float | None:
+        system = self.find(name)
+        return None if system is None else system.median(figure)
+
+
+class Results(msgspec.Struct, kw_only=True):
+    """A whole run. machine: `native_bench.condition`'s words. mode: `"full"` or `"quick"`."""
+
+    format: int = FORMAT
+    mode: str
+    started: str
+    seconds: float = 0.0
+    machine: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    cases: list[CaseResult] = []
+    interrupted: bool = False
+
+    def case(self, name: str) -> CaseResult | None:
+        return next((result for result in self.cases if result.case.name == name), None)
+
+    @property
+    def errors(self) -> list[str]:
+        return [
+            f"{result.case.name}: {system.name}: {system.error}"
+            for result in self.cases
+            for system in result.systems
+            if system.error
+        ]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The middle half's ends."""
+    if len(values) < 2:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def write(results: Results, path: str) -> None:
+    data = msgspec.json.format(msgspec.json.encode(results), indent=1)
+    temporary = f"{path}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(data + b"\n")
+    os.replace(temporary, path)
+
+
+def read(path: str) -> Results:
+    """Raises ValueError if the file is none, or of another version."""
+    with open(path, "rb") as file:
+        try:
+            results = msgspec.json.decode(file.read(), type=Results)
+        except msgspec.DecodeError as exc:
+            raise ValueError(f"{path} is no result of native_bench: {exc}") from exc
+    if results.format != FORMAT:
+        raise ValueError(f"{path} has format {results.format}; this version reads {FORMAT}")
+    return results

@@ -1,0 +1,395 @@
+"""Measure systems beside each other: every round each of them saves, restores and is checked, in rotated
+order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from native_bench import cases
+from native_bench.cases import GIB, Case
+from native_bench.condition import condition_of
+from native_bench.ground import available_memory, check_space, make_cold, make_hot, memories, work_directory
+from native_bench.limits import LimitError
+from native_bench.mounts import mount_of
+from native_bench.native import Limits
+from native_bench.peers import make
+from native_bench.peers.base import files_below
+from native_bench.results import NATIVE, CaseResult, Results, System
+from native_bench.team import Missing, Team, TeamError
+from native_bench.worker import Order
+
+VERSIONS = (
+    "torch",
+    "nvidia-resiliency-ext",
+    "safetensors",
+    "torchsnapshot",
+    "fastsafetensors",
+    "runai-model-streamer",
+    "flashpack",
+    "orbax-checkpoint",
+    "jax",
+    "xxhash",
+    "zstandard",
+    "numpy",
+)
+
+EXPENDABLE = ("engine-zstd", "engine-auto", "dcp-async-stager", "engine-overlap")
+"""Systems that keep memory between two saves, in the order in which they are left out where it is short."""
+
+WORKER_NBYTES = 256 << 20
+"""What a worker's libraries and its helper processes keep for themselves."""
+
+Report = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    rounds: of every system; slow ones stop earlier (`slow_rounds`, once they took `slow_factor` times as long
+    as the engine; or after a round that took `round_s`), and the report shows how often each was measured.
+    deadline_s: for one save or restore of a GiB, and at least for one of anything; a system that needs longer
+    has failed.
+    """
+
+    mode: str
+    cases: tuple[Case, ...]
+    systems: tuple[str, ...]
+    directory: Path
+    rounds: int = 5
+    slow_rounds: int = 3
+    slow_factor: float = 4.0
+    round_s: float = 45.0
+    deadline_s: float = 120.0
+    limits: bool = True
+
+
+def run(plan: Plan, results: Results, say: Report, advance: Callable[[], None] = lambda: None) -> None:
+    """Fill `results`, case by case. Whatever happens, processes are ended and files removed before it
+    returns."""
+    start = time.monotonic()
+    results.machine = _plain(condition_of(plan.directory).to_json())
+    results.versions = _versions()
+    try:
+        with _orderly_end():
+            for case in plan.cases:
+                with work_directory(case, plan.directory) as directory:
+                    _Bench(plan, case, directory, results, say, advance).run()
+    except KeyboardInterrupt:
+        results.interrupted = True
+        raise
+    finally:
+        results.seconds = time.monotonic() - start
+
+
+def new_results(mode: str) -> Results:
+    return Results(mode=mode, started=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+
+def steps(plan: Plan) -> int:
+    """How often `advance` is called at most."""
+    return sum((plan.rounds + 1) * (sum(map(case.takes, plan.systems)) + plan.limits) for case in plan.cases)
+
+
+class _Bench:
+    """One case."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        case: Case,
+        directory: Path,
+        results: Results,
+        say: Report,
+        advance: Callable[[], None],
+    ) -> None:
+        self.plan, self.case, self.directory = plan, case, directory
+        self.say, self.advance = say, advance
+        layouts = [cases.layout(case, rank) for rank in range(case.world_size)]
+        self.result = CaseResult(
+            case=case,
+            nbytes=sum(layout.nbytes for layout in layouts),
+            tensors=sum(len(layout.tensors) for layout in layouts),
+            directory=str(plan.directory if case.place == "disk" else directory.parent),
+            file_system=mount_of(directory.resolve()).file_system,
+        )
+        results.cases.append(self.result)
+        self.extents = [layout.extent for layout in layouts]
+        self.teams: dict[str, Team] = {}
+        self.systems: dict[str, System] = {}
+        self.last_round: dict[str, float] = {}
+        self.step = 0
+        self.round = 0
+        self.limits = Limits(case, directory) if plan.limits else None
+
+    def run(self) -> None:
+        wanted = [name for name in self.plan.systems if self.case.takes(name)]
+        wanted = self._that_fit(wanted)
+        check_space(self.directory, self.result.nbytes, self.case)
+        self.say(f"{self.case.title}: starting {len(wanted)} systems in {self.directory}")
+        with contextlib.ExitStack() as stack:
+            stack.push(self._close)
+            shared = [stack.enter_context(memories(extent)) for extent in self.extents]
+            for rank, (state_fd, _) in enumerate(shared):
+                with mmap.mmap(state_fd, self.extents[rank]) as memory:
+                    view = memoryview(memory)
+                    cases.fill(self.case, rank, view)
+                    view.release()
+            self._add_limits()
+            for name in wanted:
+                self.teams[name] = Team(name, self.case, shared)
+            for name in wanted:
+                self._begin(name)
+            names = list(self.systems)
+            for number in range(1, self.plan.rounds + 1):
+                self.round = number
+                shift = (self.round - 1) * max(1, len(names) // self.plan.rounds)
+                for name in names[shift % len(names) :] + names[: shift % len(names)]:
+                    if self._due(name):
+                        began = time.monotonic()
+                        self._turn(name)
+                        self.last_round[name] = time.monotonic() - began
+                    self.advance()
+                self.say(f"{self.case.name}: round {self.round} of {self.plan.rounds} done")
+            if NATIVE in self.systems and self.limits is not None:
+                self.systems[NATIVE].how = self.limits.how
+
+    def _that_fit(self, wanted: list[str]) -> list[str]:
+        """Leave out systems that keep a copy of the state, if memory does not suffice for all."""
+        holds = {name: make(name).traits.holds for name in wanted}
+        state = self.result.nbytes
+        available = available_memory()
+        # State and target, what a loader allocates, and the page cache of a file that is read hot.
+        fixed = 4 * state + (state if self.case.place == "tmpfs" else 0) + GIB
+        fixed += len(wanted) * self.case.world_size * WORKER_NBYTES
+        for name in EXPENDABLE:
+            if fixed + state * sum(holds[other] for other in wanted) <= available:
+                break
+            if name in wanted:
+                wanted.remove(name)
+                self.result.skipped[name] = f"not enough memory ({available / GIB:.0f} GiB available)"
+        return wanted
+
+    def _add_limits(self) -> None:
+        if self.limits is None:
+            return
+        if self.limits.missing:
+            self.result.skipped[NATIVE] = self.limits.missing
+        else:
+            system = System(name=NATIVE, title="native limit", fsyncs=True, limit=True)
+            self.systems[NATIVE] = system
+            self.result.systems.append(system)
+            try:
+                self.limits.prepare(self.result.nbytes)
+            except LimitError as exc:
+                self._fail(NATIVE, str(exc))
+        self.advance()
+
+    def _begin(self, name: str) -> None:
+        """Wait for a system's workers, and let them do everything once, untimed."""
+        team = self.teams[name]
+        try:
+            team.wait()
+        except Missing as exc:
+            self.result.skipped[name] = str(exc)
+            self.say(f"{self.case.name}: {name} is skipped: {exc}")
+            self.advance()
+            return
+        except TeamError as exc:
+            failed = System(name=name, title=name, error=str(exc))
+            self.result.systems.append(failed)
+            self.say(f"{self.case.name}: {name} failed: {exc}")
+            self.advance()
+            return
+        known = {field.name for field in dataclasses.fields(_FIELDS)}
+        system = System(
+            **{key: value for key, value in team.traits.items() if key in known and key != "name"}, name=name
+        )
+        self.systems[name] = system
+        self.result.systems.append(system)
+        if not self._source(name):
+            began = time.monotonic()
+            self._turn(name, timed=False)
+            self.last_round[name] = time.monotonic() - began
+        self.advance()
+
+    def _due(self, name: str) -> bool:
+        system = self.systems[name]
+        if system.error or (self._source(name) and name != NATIVE):
+            return False  # failed, or measured with the one whose files it reads
+        if name in ("engine", NATIVE) or self.round == 1:
+            return True
+        rounds = self.round - 1
+        if system.note:
+            return False
+        if self.last_round.get(name, 0.0) > self.plan.round_s:
+            system.note = f"stopped after {rounds}: a round took {self.last_round[name]:.0f} s"
+            return False
+        own, engines = self._timed(name, beside=name), self._timed("engine", beside=name)
+        if engines and rounds >= self.plan.slow_rounds and own > self.plan.slow_factor * engines:
+            system.note = f"stopped after {rounds}: {own / engines:.0f} × the engine's time"
+            return False
+        return True
+
+    def _timed(self, name: str, *, beside: str) -> float:
+        """Seconds of the figures that `beside` has, too."""
+        system, other = self.systems.get(name), self.systems[beside]
+        if system is None:
+            return 0.0
+        figures = [figure for figure in ("save_s", "restore_cold_s", "restore_hot_s") if other.rounds(figure)]
+        return sum(system.median(figure) or 0.0 for figure in figures)
+
+    def _source(self, name: str) -> System | None:
+        """The system whose files this one reads in that one's turn, if it still runs."""
+        own = self.systems[name].saves_like
+        source = self.systems.get(own) if own else None
+        return source if source is not None and not source.error and not source.note else None
+
+    def _turn(self, name: str, timed: bool = True) -> None:
+        """Save, restore cold and hot, check, remove. A failure ends the system's part in this case."""
+        if name == NATIVE:
+            assert self.limits is not None
+            try:
+                self._record(self.systems[name], self.limits.alone())
+            except LimitError as exc:
+                self._fail(name, str(exc))
+            return
+        root = self.directory / name.replace(":", ".")
+        self.step += 1
+        directory = root / f"save-{self.step}"
+        directory.mkdir(parents=True)
+        try:
+            figures = self._order(name, "save", directory)
+            if figures is None:
+                return
+            if timed:
+                self._record(self.systems[name], figures)
+            self._restores(name, root, directory, timed)
+        finally:
+            # Not the root itself: the engine keeps files there for as long as it is open.
+            for child in root.iterdir():
+                if child.name.startswith(("save-", "step-")):
+                    shutil.rmtree(child)
+
+    def _restores(self, name: str, root: Path, directory: Path, timed: bool) -> None:
+        """The system's own restores and, beside them on the same files, those of others that read them."""
+        own = self.systems[name]
+        if own.restores_like and own.restores_like in self.systems and timed:
+            return
+        readers = [name] + [other for other in self.systems if timed and self._reads(other, name)]
+        # Whoever is first after a save might find the disk still busy: it is not always the same.
+        shift = self.round % len(readers)
+        for kind in ("cold", "hot") if self.case.place == "disk" else ("hot",):
+            for reader in readers[shift:] + readers[:shift]:
+                if self.systems[reader].error:
+                    continue
+                self._prepare_cache(root, kind)
+                if reader == NATIVE:
+                    assert self.limits is not None
+                    try:
+                        figures = self.limits.read(list(files_below(str(root))), kind)
+                    except LimitError as exc:
+                        self._fail(NATIVE, str(exc))
+                        continue
+                else:
+                    answered = self._order(reader, "restore", directory)
+                    if answered is None:
+                        continue
+                    figures = {f"restore_{kind}_{key}": value for key, value in answered.items()}
+                if timed:
+                    self._record(self.systems[reader], figures)
+
+    def _reads(self, other: str, name: str) -> bool:
+        if other == NATIVE:
+            return name == "engine"
+        return self.systems[other].saves_like == name and not self.systems[other].error
+
+    def _order(self, name: str, what: str, directory: Path) -> dict[str, float] | None:
+        timeout_s = self.plan.deadline_s * max(1.0, self.result.nbytes / GIB)
+        try:
+            return self.teams[name].order(Order(do=what, directory=str(directory), step=self.step), timeout_s)
+        except TeamError as exc:
+            self._fail(name, str(exc))
+            return None
+
+    def _fail(self, name: str, error: str) -> None:
+        self.systems[name].error = error
+        self.say(f"{self.case.name}: {name} failed: {error}")
+
+    def _record(self, system: System, figures: dict[str, float]) -> None:
+        for figure, value in figures.items():
+            system.samples.setdefault(figure, []).append(value)
+
+    def _prepare_cache(self, root: Path, kind: str) -> None:
+        tolerated = 0.01 * self.result.nbytes
+        if kind == "cold":
+            if (left := make_cold(root)) > tolerated:
+                self._note(f"{left / GIB:.2f} GiB were still in the page cache before a cold restore")
+        elif make_hot(root) > tolerated:
+            self._note("not all of a file stayed in the page cache before a hot restore: memory is short")
+
+    def _note(self, text: str) -> None:
+        if text not in self.result.notes:
+            self.result.notes.append(text)
+
+    def _close(self, kind: type[BaseException] | None, *_: object) -> None:
+        """All at once, as one by one they would take a minute; and by force if the case was cut short."""
+        for team in self.teams.values():
+            if kind is None:
+                team.dismiss()
+            else:
+                team.terminate()
+        for team in self.teams.values():
+            if kind is None:
+                team.close()
+            else:
+                team.kill()
+
+
+_FIELDS = dataclasses.make_dataclass(
+    "_FIELDS", ["title", "how", "fsyncs", "copies", "limit", "restores_like", "saves_like"]
+)
+"""The traits that a result repeats."""
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """A termination is an interruption: workers are ended and files removed."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in VERSIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Only what JSON has."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

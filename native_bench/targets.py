@@ -1,0 +1,230 @@
+"""Which of the engine's targets does a run meet? Pure: from medians to a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from native_bench.results import NATIVE, CaseResult, Results, System
+
+MIN_ROUNDS = 5
+SMALL_OVERHEAD_S = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One line. met: None if it was not measured, and `measured` says why."""
+
+    figure: str
+    measured: str
+    target: str
+    met: bool | None
+
+
+def targets(results: Results) -> list[Target]:
+    """Every target that this run can speak about; others are measured elsewhere."""
+    found: list[Target] = []
+    large = results.case("large")
+    if large is not None:
+        found += _stall(large)
+        found += _save(large)
+        found += _cold(large)
+        found += _hot(large)
+        found += _zstd(large)
+    small = results.case("small")
+    if small is not None:
+        found += _small(small, large)
+    two = results.case("two-ranks")
+    if two is not None:
+        found += _two_ranks(two)
+    return found
+
+
+def limit_of(case: CaseResult, figure: str) -> tuple[str, float] | None:
+    """The limit a figure is held against, and what it is called: the native programs', else what Python
+    threads reach."""
+    for name, of in ((NATIVE, figure), ("raw", figure)):
+        value = case.median(name, of)
+        if value is not None:
+            return ("native" if name == NATIVE else "raw"), value
+    return None
+
+
+def memcpy_of(case: CaseResult) -> tuple[str, float] | None:
+    """Copying the same bytes into warm memory."""
+    for name, figure in ((NATIVE, "memcpy_s"), ("raw", "save_memcpy_s")):
+        value = case.median(name, figure)
+        if value is not None:
+            return ("native memcpy" if name == NATIVE else "memcpy by Python threads"), value
+    return None
+
+
+def peers(
+    case: CaseResult, figure: str, which: Callable[[System], bool] = lambda _: True
+) -> Iterator[System]:
+    """Systems that are neither the engine nor a limit, and have the figure."""
+    for system in case.systems:
+        if (
+            not system.limit
+            and not system.name.startswith("engine")
+            and system.rounds(figure)
+            and which(system)
+        ):
+            yield system
+
+
+def _stall(case: CaseResult) -> Iterator[Target]:
+    copy = memcpy_of(case)
+    yield _ratio_of_limit("stall, copied snapshot", case, "engine", "stall_s", copy, at_most=1.25)
+    yield _beats("stall, beside the fastest peer that copies", case, "stall_s", 1.0, lambda s: s.copies)
+    if (overlap := case.median("engine-overlap", "stall_s")) is not None and copy is not None:
+        share = overlap / copy[1]
+        yield Target("stall, overlap mode", f"{share:.1%} of {copy[0]}", "≤ 2 %", share <= 0.02)
+    else:
+        yield Target("stall, overlap mode", _why(case, "engine-overlap"), "≤ 2 %", None)
+
+
+def _save(case: CaseResult) -> Iterator[Target]:
+    yield _of_limit("save to committed, large", case, "save_s", 0.9)
+    yield _beats_one("save, beside DCP `thread_count=1`", case, "dcp-1", "save_s", 3.0)
+    yield _beats("save, beside the fastest peer that fsyncs", case, "save_s", 1.3, lambda s: s.fsyncs)
+    yield _beats_one("save, beside stock NVRx", case, "nvrx", "save_s", 3.0)
+
+
+def _cold(case: CaseResult) -> Iterator[Target]:
+    yield _of_limit("restore cold, large", case, "restore_cold_s", 0.95)
+    yield _beats_best("restore cold, beside DCP", case, ("dcp-1", "dcp-2"), "restore_cold_s", 2.5)
+    yield _beats("restore cold, beside the fastest peer", case, "restore_cold_s", 1.3)
+
+
+def _hot(case: CaseResult) -> Iterator[Target]:
+    copy = memcpy_of(case)
+    for name, figure, least in (
+        ("engine", "restore hot, digests checked", 0.65),
+        ("engine-unverified", "restore hot, digests not checked", 0.9),
+    ):
+        value = case.median(name, "restore_hot_s")
+        if value is None or copy is None:
+            yield Target(figure, _why(case, name), f"≥ {least:g} × memcpy", None)
+        else:
+            rate = copy[1] / value
+            yield Target(figure, f"{rate:.2f} × {copy[0]}", f"≥ {least:g} × memcpy", rate >= least)
+    yield _beats_best("restore hot, beside DCP", case, ("dcp-1", "dcp-2"), "restore_hot_s", 5.0)
+
+
+def _small(case: CaseResult, large: CaseResult | None) -> Iterator[Target]:
+    for kind in ("cold", "hot"):
+        figure = f"restore_{kind}_s"
+        yield _beats_best(
+            f"small tensors, restore {kind}, beside DCP", case, ("dcp-1", "dcp-2"), figure, 15.0
+        )
+        yield _beats(f"small tensors, restore {kind}, beside the fastest peer", case, figure, 1.0)
+    yield _beats_best("small tensors, save, beside DCP", case, ("dcp-1", "dcp-2"), "save_s", 10.0)
+    yield _beats(
+        "small tensors, save, beside the fastest peer that fsyncs", case, "save_s", 1.5, lambda s: s.fsyncs
+    )
+    for kind, name in (("restore", "restore_hot_s"), ("save", "stall_s")):
+        overhead = overhead_s(case, large, name)
+        if overhead is None:
+            yield Target(
+                f"small tensors, overhead of a {kind}", "needs the large case, too", "≤ 10 µs a tensor", None
+            )
+        else:
+            yield Target(
+                f"small tensors, overhead of a {kind}",
+                f"{overhead * 1e6:.1f} µs a tensor",
+                "≤ 10 µs a tensor",
+                overhead <= SMALL_OVERHEAD_S,
+            )
+
+
+def overhead_s(small: CaseResult, large: CaseResult | None, figure: str) -> float | None:
+    """Seconds a small tensor costs beyond its bytes: the engine's time for many small tensors, less that for
+    as many bytes of large ones (whose own number does not matter), by the number of small ones.
+
+    figure: `restore_hot_s` (no disk in it) or `stall_s` (the part of a save that goes through the tensors one
+    by one).
+    """
+    if large is None:
+        return None
+    of_small, of_large = small.median("engine", figure), large.median("engine", figure)
+    if of_small is None or of_large is None:
+        return None
+    return max(0.0, of_small - of_large * small.nbytes / large.nbytes) / small.tensors
+
+
+def _two_ranks(case: CaseResult) -> Iterator[Target]:
+    yield _of_limit("two ranks, save", case, "save_s", 0.9)
+    yield _of_limit("two ranks, restore cold", case, "restore_cold_s", 0.95)
+    yield _beats(
+        "two ranks, save, beside the fastest peer that fsyncs", case, "save_s", 1.0, lambda s: s.fsyncs
+    )
+    yield _beats("two ranks, restore cold, beside the fastest peer", case, "restore_cold_s", 1.0)
+
+
+def _zstd(case: CaseResult) -> Iterator[Target]:
+    raw, auto = case.median("engine", "save_s"), case.median("engine-auto", "save_s")
+    if raw is not None and auto is not None:
+        yield Target(
+            'save, `codec="auto"`, beside raw', f"{raw / auto:.2f} ×", "≥ 0.95 ×", raw / auto >= 0.95
+        )
+
+
+def _of_limit(figure: str, case: CaseResult, name: str, least: float) -> Target:
+    value, limit = case.median("engine", name), limit_of(case, name)
+    if value is None or limit is None:
+        return Target(figure, _why(case, "engine"), f"≥ {least:g} × the limit", None)
+    share = limit[1] / value
+    return Target(figure, f"{share:.2f} × {limit[0]}", f"≥ {least:g} × the limit", share >= least)
+
+
+def _ratio_of_limit(
+    figure: str, case: CaseResult, system: str, name: str, limit: tuple[str, float] | None, *, at_most: float
+) -> Target:
+    value = case.median(system, name)
+    if value is None or limit is None:
+        return Target(figure, _why(case, system), f"≤ {at_most:g} ×", None)
+    times = value / limit[1]
+    return Target(figure, f"{times:.2f} × {limit[0]}", f"≤ {at_most:g} ×", times <= at_most)
+
+
+def _beats(
+    figure: str, case: CaseResult, name: str, least: float, which: Callable[[System], bool] = lambda _: True
+) -> Target:
+    return _beats_best(figure, case, [system.name for system in peers(case, name, which)], name, least)
+
+
+def _beats_one(figure: str, case: CaseResult, peer: str, name: str, least: float) -> Target:
+    return _beats_best(figure, case, (peer,), name, least)
+
+
+def _beats_best(figure: str, case: CaseResult, names: Iterable[str], name: str, least: float) -> Target:
+    """The engine's speed as a multiple of the fastest of `names`."""
+    value = case.median("engine", name)
+    rivals = [(median, peer) for peer in names if (median := case.median(peer, name)) is not None]
+    if value is None or not rivals:
+        return Target(figure, _why(case, "engine" if value is None else None), f"≥ {least:g} ×", None)
+    best, peer = min(rivals)
+    found = case.find(peer)
+    return Target(
+        figure,
+        f"{best / value:.2f} × {found.title if found else peer}",
+        f"≥ {least:g} ×",
+        best / value >= least,
+    )
+
+
+def _why(case: CaseResult, name: str | None) -> str:
+    if name is None:
+        return "no such peer was measured"
+    if name in case.skipped:
+        return f"not measured: {case.skipped[name]}"
+    system = case.find(name)
+    return f"failed: {system.error}" if system is not None and system.error else "not measured"
+
+
+def summary(found: Sequence[Target]) -> str:
+    met = sum(target.met is True for target in found)
+    short = sum(target.met is False for target in found)
+    unmeasured = len(found) - met - short
+    return f"{met} met, {short} short" + (f", {unmeasured} not measured" if unmeasured else "")

@@ -1,0 +1,85 @@
+"""Checkpoint systems that go wrong on purpose. The runner imports them by `module:Class`."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from native_bench.peers.base import Sync, Tensors, Traits
+from native_bench.peers.torch_save import TorchSave
+
+
+class Wrong(TorchSave):
+    """One byte of one tensor comes back wrong."""
+
+    traits = Traits(name="wrong", title="wrong", how="")
+
+    def restore(self, directory: str, target: Tensors) -> None:
+        import torch
+
+        super().restore(directory, target)
+        last = list(target.values())[-1]
+        last.view(torch.uint8)[-1] ^= 1
+
+
+class Lazy(TorchSave):
+    """Restores nothing at all, and would be right if the target still held what an earlier restore left
+    there."""
+
+    traits = Traits(name="lazy", title="lazy", how="")
+    restored = False
+
+    def restore(self, directory: str, target: Tensors) -> None:
+        if not self.restored:
+            super().restore(directory, target)
+        self.restored = True
+
+
+class LikeTorch(TorchSave):
+    traits = Traits(name="like-torch", title="like torch", how="", restores_like="torch")
+
+
+class Hanging(Sync):
+    traits = Traits(name="hanging", title="hanging", how="")
+
+    def write(self, directory: str, step: int, state: Tensors) -> None:
+        time.sleep(3600)
+
+
+class Dying(Sync):
+    traits = Traits(name="dying", title="dying", how="")
+
+    def write(self, directory: str, step: int, state: Tensors) -> None:
+        os.write(2, b"about to die\n")
+        os._exit(7)
+
+
+class DyingOnRank1(TorchSave):
+    traits = Traits(name="dying-on-rank-1", title="dying", how="")
+
+    def write(self, directory: str, step: int, state: Tensors) -> None:
+        if self.place.rank == 1:
+            os._exit(7)
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+class Absent(Sync):
+    traits = Traits(name="absent", title="absent", how="")
+
+    def missing(self) -> str | None:
+        return "not installed (of_all_things)"
+
+
+class Littering(TorchSave):
+    """Leaves a helper process behind."""
+
+    traits = Traits(name="littering", title="littering", how="")
+
+    def write(self, directory: str, step: int, state: Tensors) -> None:
+        import subprocess
+
+        self.helper = subprocess.Popen(["sleep", "3600"])
+        with open(os.path.join(directory, "pid"), "w") as file:
+            file.write(str(self.helper.pid))

@@ -1,0 +1,248 @@
+"""Tables, targets and the guard, from results made up here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from native_bench import guard, plots, report, results
+from native_bench.__main__ import main
+from native_bench.cases import GIB, Case
+from native_bench.guard import Baseline
+from native_bench.results import NATIVE, CaseResult, Results, System
+from native_bench.targets import Target, overhead_s, targets
+
+
+def system(name: str, **figures: float | list[float]) -> System:
+    samples = {key: value if isinstance(value, list) else [value] * 5 for key, value in figures.items()}
+    return System(
+        name=name,
+        title=name,
+        how=f"how {name} does it",
+        fsyncs=name != "torch",
+        copies=name != "nvrx",
+        limit=name in (NATIVE, "raw"),
+        samples=samples,
+    )
+
+
+def made_up(**engine: float) -> Results:
+    figures = {"stall_s": 0.2, "save_s": 1.0, "restore_cold_s": 1.0, "restore_hot_s": 0.25, **engine}
+    large = CaseResult(
+        case=Case(name="large", title="Large", kind="model", nbytes=2 * GIB, count=117),
+        nbytes=2 * GIB,
+        tensors=117,
+        directory="/data",
+        file_system="ext4",
+        systems=[
+            system(NATIVE, save_s=0.9, restore_cold_s=0.96, restore_hot_s=0.2, memcpy_s=0.2),
+            system("engine", **figures),
+            system("torch", stall_s=1.0, save_s=2.0, restore_cold_s=4.0, restore_hot_s=2.0),
+            system("dcp-1", stall_s=3.1, save_s=3.1, restore_cold_s=2.6, restore_hot_s=1.3),
+            system("nvrx", stall_s=0.05, save_s=3.5),
+        ],
+        skipped={"orbax": "not installed (orbax)"},
+    )
+    small = CaseResult(
+        case=Case(name="small", title="Small", kind="small", nbytes=0, count=20_000),
+        nbytes=GIB // 4,
+        tensors=20_000,
+        directory="/data",
+        file_system="ext4",
+        systems=[
+            system(NATIVE, save_s=0.2, restore_cold_s=0.2, restore_hot_s=0.05, memcpy_s=0.02),
+            system("engine", stall_s=0.1, save_s=0.4, restore_cold_s=0.4, restore_hot_s=0.2),
+            system("dcp-1", stall_s=9.0, save_s=9.0, restore_cold_s=8.0, restore_hot_s=8.0),
+        ],
+    )
+    return Results(
+        mode="full",
+        started="2026-01-02T03:04:05+00:00",
+        machine={
+            "cpu_model": "some CPU",
+            "cores": 2.0,
+            "load": [0.1, 0.2, 0.3],
+            "warnings": ["the load is high"],
+        },
+        cases=[large, small],
+    )
+
+
+def by_figure(found: list[Target]) -> dict[str, Target]:
+    return {target.figure: target for target in found}
+
+
+def test_targets_are_held_against_the_right_figures() -> None:
+    found = by_figure(targets(made_up()))
+    assert found["stall, copied snapshot"].measured == "1.00 × native memcpy"
+    assert found["stall, copied snapshot"].met
+    # nvrx stalls less, but does not copy; dcp-1 and torch do.
+    assert found["stall, beside the fastest peer that copies"].measured == "5.00 × torch"
+    assert found["save to committed, large"].measured == "0.90 × native"
+    assert found["save to committed, large"].met
+    # torch is the fastest, but does not fsync.
+    assert found["save, beside the fastest peer that fsyncs"].measured == "3.10 × dcp-1"
+    assert found["restore cold, large"].met
+    assert found["restore cold, beside the fastest peer"].measured == "2.60 × dcp-1"
+    assert found["restore hot, digests checked"].measured == "0.80 × native memcpy"
+    assert found["restore hot, digests not checked"].met is None
+    assert found["small tensors, restore cold, beside DCP"].met
+    assert found["save, beside stock NVRx"].met
+
+
+def test_a_target_that_is_missed_is_short() -> None:
+    found = by_figure(targets(made_up(stall_s=0.3, restore_cold_s=1.1)))
+    assert found["stall, copied snapshot"].met is False
+    assert found["restore cold, large"].met is False
+
+
+def test_the_overhead_of_a_small_tensor_leaves_out_what_its_bytes_cost() -> None:
+    measured = made_up()
+    small, large = measured.case("small"), measured.case("large")
+    assert small is not None
+    assert overhead_s(small, large, "restore_hot_s") == pytest.approx((0.2 - 0.25 / 8) / 20_000)
+    assert overhead_s(small, None, "restore_hot_s") is None
+
+
+def test_the_report_tells_what_was_measured_and_what_was_not() -> None:
+    text = report.render(made_up(), images={"large": "img/large.svg"})
+    assert "some CPU" in text
+    assert "**Warning:** the load is high." in text
+    assert "`orbax` was not measured: not installed (orbax)." in text
+    assert "(aliases)" in text
+    assert "2.00 †" not in text  # the brackets stand between
+    assert "2.00 (2.00–2.00) †" in text
+    assert "![Large](img/large.svg)" in text
+    rows = [line for line in text.splitlines() if line.startswith("| dcp-1 |")]
+    assert "3.10 ×" in rows[0]
+    assert "2.60 ×" in rows[1]
+
+
+def test_failures_and_fewer_rounds_are_in_the_report() -> None:
+    measured = made_up()
+    large = measured.cases[0]
+    large.systems.append(System(name="flashpack", title="flashpack", error="restore: ValueError: a | b"))
+    large.systems[2].note = "stopped after 3: 9 × the engine's time"
+    text = report.render(measured)
+    assert "flashpack failed: restore: ValueError: a \\| b" in text
+    assert "torch: stopped after 3: 9 × the engine's time." in text
+    assert measured.errors == ["large: flashpack: restore: ValueError: a | b"]
+
+
+def test_spread_is_that_of_the_middle_half() -> None:
+    assert results.quartiles([1.0, 2.0, 3.0, 4.0, 100.0]) == (2.0, 4.0)
+    assert results.quartiles([3.0]) == (3.0, 3.0)
+
+
+def test_what_people_wrote_stays_when_the_tables_are_replaced() -> None:
+    once = report.insert("# Benchmarks\n\nBy hand.\n", "first")
+    twice = report.insert(once + "\nMore by hand.\n", "second")
+    assert twice.startswith("# Benchmarks\n\nBy hand.\n")
+    assert twice.endswith("\nMore by hand.\n")
+    assert "second" in twice
+    assert "first" not in twice
+    assert twice.count(report.BEGIN) == 1
+
+
+def test_a_document_with_half_of_the_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="but not"):
+        report.insert(f"text\n{report.BEGIN}\nrest", "new")
+
+
+def test_results_survive_being_written(tmp_path: Path) -> None:
+    path = str(tmp_path / "results.json")
+    results.write(made_up(), path)
+    assert results.read(path) == made_up()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 99, "mode": "full", "started": ""}'])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"results\.json"):
+        results.read(str(path))
+
+
+def test_the_report_command_writes_document_and_pictures(tmp_path: Path) -> None:
+    path, document = tmp_path / "results.json", tmp_path / "docs" / "benchmarks.md"
+    results.write(made_up(), str(path))
+    more = tmp_path / "more.json"
+    more.write_text('[{"figure": "elsewhere", "measured": "3", "target": "4", "met": false}]')
+    arguments = ["--document", str(document), "--images", str(tmp_path / "docs" / "img"), "--more", str(more)]
+    assert main(["report", str(path), *arguments]) == 0
+    text = document.read_text()
+    assert "| elsewhere | 3 | 4 | **short** |" in text
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert "![" not in text
+    else:
+        assert "](img/large.svg)" in text
+        assert 0 < (tmp_path / "docs" / "img" / "large.svg").stat().st_size < 200_000
+
+
+def test_pictures_are_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one, other = plots.draw(made_up(), tmp_path / "a"), plots.draw(made_up(), tmp_path / "b")
+    assert one["large"].read_bytes() == other["large"].read_bytes()
+
+
+def test_the_guard_compares_ratios_not_seconds() -> None:
+    before = guard.ratios(made_up())
+    assert before["large.save"] == pytest.approx(0.9)
+    assert before["large.restore_hot"] == pytest.approx(0.8)
+    twice_as_slow = made_up()
+    for case in twice_as_slow.cases:
+        for each in case.systems:
+            each.samples = {key: [2 * value for value in values] for key, values in each.samples.items()}
+    assert guard.ratios(twice_as_slow) == pytest.approx(before)
+    assert guard.regressions(guard.ratios(twice_as_slow), before) == {}
+
+
+def test_the_guard_finds_a_regression_of_more_than_a_quarter() -> None:
+    before = guard.ratios(made_up())
+    assert guard.regressions(guard.ratios(made_up(restore_cold_s=1.3)), before) == {}
+    fell = guard.regressions(guard.ratios(made_up(restore_cold_s=1.4)), before)
+    assert fell == {"large.restore_cold": pytest.approx(1 / 1.4)}
+    assert guard.regressions({}, {"large.save": 0.9}) == {"large.save": 0.0}
+
+
+def test_the_guard_tries_again_before_it_fails() -> None:
+    baseline = Baseline(machine="", ratios=guard.ratios(made_up()))
+    said: list[str] = []
+    runs = iter([made_up(save_s=2.0), made_up()])
+    assert guard.check(lambda: next(runs), baseline, said.append) == {}
+    assert "measuring once more" in said[0]
+    runs = iter([made_up(save_s=2.0), made_up(save_s=2.1)])
+    assert guard.check(lambda: next(runs), baseline, said.append) == {"large.save": pytest.approx(0.5)}
+    runs = iter([made_up()])
+    assert guard.check(lambda: next(runs), baseline, said.append) == {}
+
+
+def test_a_baseline_is_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    guard.write(made_up(), path)
+    assert guard.read(path).ratios == pytest.approx(guard.ratios(made_up()), abs=1e-3)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="no baseline"):
+        guard.read(path)
+
+
+def test_unknown_names_are_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--systems", "dcp"]) == 1
+    assert "unknown system 'dcp'; there are engine" in capsys.readouterr().err
+    assert main(["run", "--cases", "huge"]) == 1
+    assert "unknown case 'huge'; there are large" in capsys.readouterr().err
+    assert main(["run", "--rounds", "-1"]) == 1
+    assert "--rounds must be at least 1" in capsys.readouterr().err
+
+
+def test_limits_fall_back_to_what_python_threads_reach() -> None:
+    measured = made_up()
+    measured.cases[0].systems[0] = system("raw", save_s=0.8, save_memcpy_s=0.2, restore_cold_s=0.9)
+    found = by_figure(targets(measured))
+    assert found["save to committed, large"].measured == "0.80 × raw"
+    assert found["stall, copied snapshot"].measured == "1.00 × memcpy by Python threads"
+    assert msgspec.json.encode(measured)

@@ -1,0 +1,212 @@
+"""The comparison itself, at tiny sizes: all systems come out right, and one that goes wrong fails alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from native_bench import ground, runner
+from native_bench.cases import MIB, Case, fill, layout
+from native_bench.results import CaseResult, Results
+from native_bench.team import Missing, Team, TeamError
+from native_bench.worker import Order
+
+FAKES = "tests.native_bench.fakes:"
+TINY = Case(name="tiny", title="Tiny", kind="model", nbytes=MIB, count=18)
+TINY_PAIR = Case(name="pair", title="Tiny pair", kind="small", nbytes=0, count=30, world_size=2)
+ROOT = Path(__file__).parents[2]
+
+
+def measure(directory: Path, case: Case, *systems: str, rounds: int = 2) -> CaseResult:
+    plan = runner.Plan(
+        mode="quick", cases=(case,), systems=systems, directory=directory, rounds=rounds, limits=False
+    )
+    results = runner.new_results("quick")
+    runner.run(plan, results, lambda text: None)
+    assert list(directory.iterdir()) == []
+    return results.cases[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> CaseResult:
+    directory = tmp_path_factory.mktemp("one-rank")
+    fakes = [FAKES + name for name in ("LikeTorch", "Wrong", "Lazy", "Dying", "Absent")]
+    return measure(directory, TINY, "engine", "dcp-1", "torch", "torch-mmap", *fakes)
+
+
+def test_every_round_of_every_system_is_recorded(one_rank: CaseResult) -> None:
+    for name in ("engine", "dcp-1", "torch"):
+        system = one_rank.find(name)
+        assert system is not None
+        assert system.error is None
+        for figure in ("stall_s", "save_s", "restore_cold_s", "restore_hot_s", "restore_hot_cpu_s"):
+            assert system.rounds(figure) == 2, (name, figure)
+            assert min(system.samples[figure]) > 0
+
+
+def test_a_stall_is_part_of_its_save(one_rank: CaseResult) -> None:
+    engine = one_rank.find("engine")
+    assert engine is not None
+    for stall, save in zip(engine.samples["stall_s"], engine.samples["save_s"], strict=True):
+        assert stall < save
+
+
+def test_a_system_that_saves_like_another_reads_that_ones_files(one_rank: CaseResult) -> None:
+    reader = one_rank.find("torch-mmap")
+    assert reader is not None
+    assert reader.error is None
+    assert "save_s" not in reader.samples
+    assert reader.rounds("restore_cold_s") == 2
+
+
+def test_a_system_that_restores_like_another_is_checked_but_not_timed(one_rank: CaseResult) -> None:
+    saver = one_rank.find(FAKES + "LikeTorch")
+    assert saver is not None
+    assert saver.error is None
+    assert saver.rounds("save_s") == 2
+    assert "restore_cold_s" not in saver.samples
+
+
+def test_wrong_bytes_are_found(one_rank: CaseResult) -> None:
+    wrong = one_rank.find(FAKES + "Wrong")
+    assert wrong is not None
+    assert wrong.error is not None
+    assert "1 of 18 tensors came back with other bytes" in wrong.error
+
+
+def test_what_an_earlier_restore_left_in_the_target_counts_for_nothing(one_rank: CaseResult) -> None:
+    lazy = one_rank.find(FAKES + "Lazy")
+    assert lazy is not None
+    assert lazy.error is not None
+    assert "18 of 18 tensors" in lazy.error
+
+
+def test_a_dead_worker_fails_its_system_only(one_rank: CaseResult) -> None:
+    dying = one_rank.find(FAKES + "Dying")
+    assert dying is not None
+    assert dying.error is not None
+    assert "died with exit status 7; its last words: about to die" in dying.error
+
+
+def test_what_is_not_installed_is_skipped_with_the_reason(one_rank: CaseResult) -> None:
+    assert one_rank.skipped == {FAKES + "Absent": "not installed (of_all_things)"}
+    assert one_rank.find(FAKES + "Absent") is None
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    result = measure(tmp_path, TINY_PAIR, "engine", "torch", FAKES + "DyingOnRank1", rounds=1)
+    assert result.nbytes == sum(layout(TINY_PAIR, rank).nbytes for rank in range(2))
+    for name in ("engine", "torch"):
+        system = result.find(name)
+        assert system is not None
+        assert system.error is None
+        assert system.rounds("save_s") == system.rounds("restore_cold_s") == 1
+    dying = result.find(FAKES + "DyingOnRank1")
+    assert dying is not None
+    assert "rank 1: died with exit status 7" in str(dying.error)
+
+
+@pytest.fixture
+def memory() -> Iterator[tuple[int, int]]:
+    extent = layout(TINY, 0).extent
+    fds = [os.memfd_create(name) for name in ("state", "target")]
+    for fd in fds:
+        os.ftruncate(fd, extent)
+    yield fds[0], fds[1]
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_hanging_worker_is_given_up_and_ended(tmp_path: Path, memory: tuple[int, int]) -> None:
+    team = Team(FAKES + "Hanging", TINY, [memory])
+    team.wait()
+    (pid,) = (process.pid for process in team._processes)
+    with pytest.raises(TeamError, match=r"save: no answer from rank 0 within 0 s"):
+        team.order(Order(do="save", directory=str(tmp_path)), 0.2)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_helpers_of_a_worker_end_with_it(tmp_path: Path, memory: tuple[int, int]) -> None:
+    team = Team(FAKES + "Littering", TINY, [memory])
+    team.wait()
+    team.order(Order(do="save", directory=str(tmp_path)), 60)
+    helper = (tmp_path / "pid").read_text()
+    team.close()
+    assert not Path(f"/proc/{helper}").exists() or "Z" in Path(f"/proc/{helper}/stat").read_text()
+
+
+def test_a_missing_system_says_so_when_it_starts(memory: tuple[int, int]) -> None:
+    team = Team(FAKES + "Absent", TINY, [memory])
+    with pytest.raises(Missing, match="of_all_things"):
+        team.wait()
+
+
+def test_an_interrupted_run_leaves_nothing_but_its_results(tmp_path: Path) -> None:
+    work, out = tmp_path / "work", tmp_path / "out"
+    work.mkdir()
+    command = [sys.executable, "-m", "native_bench", "run", "--quick", "--no-limits", "--cases", "small"]
+    run = subprocess.Popen(
+        [*command, "--systems", f"{FAKES}Hanging", "--dir", str(work), "--out", str(out)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )
+    deadline = time.monotonic() + 60
+    while not list(work.rglob("save-1")):  # the save that hangs has begun
+        assert time.monotonic() < deadline
+        assert run.poll() is None
+        time.sleep(0.05)
+    workers = _children(run.pid)
+    assert workers
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert list(work.iterdir()) == []
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert msgspec.json.decode((out / "results.json").read_bytes(), type=Results).interrupted
+
+
+def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / f"{ground.PREFIX}{ended.pid}-x" / "deep").mkdir(parents=True)
+    ours = tmp_path / f"{ground.PREFIX}{os.getpid()}-y"
+    ours.mkdir()
+    with ground.work_directory(TINY, tmp_path) as directory:
+        assert directory.parent == tmp_path
+        assert sorted(tmp_path.iterdir()) == sorted([ours, directory])
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"tiny needs .* GiB in"):
+        ground.check_space(tmp_path, 1 << 60, TINY)
+
+
+def test_layouts_do_not_overlap_and_values_are_put_into_every_tensor() -> None:
+    for case in (TINY, TINY_PAIR):
+        placed = layout(case, 1)
+        assert len(placed.tensors) == case.count
+        end = 0
+        for tensor in placed.tensors:
+            assert tensor.offset >= end
+            assert tensor.offset % 64 == 0
+            end = tensor.offset + tensor.nbytes
+        assert end <= placed.extent
+        memory = bytearray(placed.extent)
+        fill(case, 1, memoryview(memory))
+        for tensor in placed.tensors:
+            assert any(memory[tensor.offset : tensor.offset + tensor.nbytes])
+        assert {t.name for t in layout(case, 0).tensors}.isdisjoint(t.name for t in placed.tensors)
+
+
+def _children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
