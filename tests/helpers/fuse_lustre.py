@@ -240,8 +240,12 @@ class PassThrough:
         os.posix_fallocate(fh, offset, size)
         return 0
 
-    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
-        os.truncate(self._at(path) if fh is None else fh, length)
+    def truncate(self, path: str | None, length: int, fh: int | None = None) -> int:
+        if fh is not None:
+            os.ftruncate(fh, length)
+        else:
+            assert path is not None
+            os.truncate(self._at(path), length)
         return 0
 
     def fsync(self, path: str | None, datasync: int, fh: int) -> int:
@@ -449,12 +453,17 @@ def pretend() -> None:
 def main(source: str, mount: str, osts: int) -> None:
     import mfusepy
 
+    class Fuse(mfusepy.FUSE):  # type: ignore[misc]  # it keeps the handle of an ftruncate to itself
+        def truncate_fuse_3(self, path: bytes | None, length: int, fip: Any) -> int:
+            name = None if path is None else os.fsdecode(path)
+            return int(self.operations.truncate(name, length, fip.contents.fh if fip else None))
+
     # Whoever started this may be killed; the mount would outlive it.
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     signal.alarm(LIFE_S)
     # auto_unmount: whatever ends this process, fusermount3 cleans up after it. hard_remove: what is unlinked
     # while open is gone, not renamed. No caching of attributes: another client's changes are seen.
-    mfusepy.FUSE(
+    Fuse(
         PassThrough(source, osts),
         mount,
         foreground=True,
