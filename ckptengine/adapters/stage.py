@@ -16,6 +16,8 @@ from ckptengine.storage.threads import in_threads
 
 # Enough for a thread's start not to show, small enough to spread one large tensor over all threads.
 PIECE_NBYTES = 32 << 20
+# Copied right away, as handing it over costs more than the copy.
+SMALL_NBYTES = 2 << 20
 # Two threads saturate the memory of a socket's share of a rank; ranks on a node stage at the same time.
 MAX_THREADS = 4
 
@@ -38,11 +40,12 @@ def copy_items(
     are copied and those of devices have events that come after their copies.
     """
     base = address_of(payload)
+    room = payload.nbytes
     for item, offset in zip(items, offsets, strict=True):
-        if offset < 0 or offset + item.nbytes > payload.nbytes:
-            raise ValueError(f"{item.name!r} at {offset} does not fit into {payload.nbytes} bytes")
+        if offset < 0 or offset + item.nbytes > room:
+            raise ValueError(f"{item.name!r} at {offset} does not fit into {room} bytes")
     on_device: list[tuple[torch.Tensor, int]] = []
-    # (nbytes, work); small plain copies are done right here, as handing one over costs more than it does.
+    # (nbytes, work)
     work: list[tuple[int, Callable[[], object]]] = []
     memmove = ctypes.memmove
     for item, offset in zip(items, offsets, strict=True):
@@ -52,16 +55,16 @@ def copy_items(
         source = item.source
         if isinstance(source, bytes):
             memmove(base + offset, source, nbytes)
-        elif source.is_cuda:
-            on_device.append((source, offset))
         elif source.is_cpu and source.is_contiguous():
-            if nbytes <= PIECE_NBYTES // 16:
+            if nbytes <= SMALL_NBYTES:
                 memmove(base + offset, source.data_ptr(), nbytes)
                 continue
             address = source.data_ptr()
             for start in range(0, nbytes, PIECE_NBYTES):
                 length = min(PIECE_NBYTES, nbytes - start)
                 work.append((length, partial(memmove, base + offset + start, address + start, length)))
+        elif source.is_cuda:
+            on_device.append((source, offset))
         else:
             work.append((nbytes, partial(_copy_strided, source, payload, offset, nbytes)))
     go_on()

@@ -43,6 +43,7 @@ _DTYPES: dict[str, tuple[int, str | None]] = {
 }
 _BY_CODE = {code: name for name, (_, code) in _DTYPES.items() if code is not None}
 _MAX_ALIGNMENT = 16
+_ALIGNMENTS = {name: min(itemsize, _MAX_ALIGNMENT) for name, (itemsize, _) in _DTYPES.items()}
 
 
 def names() -> Iterable[str]:
@@ -62,7 +63,7 @@ def itemsize(name: str) -> int:
 
 def alignment(name: str) -> int:
     """Where a tensor of this dtype may start: at multiples of its item size, capped at 16."""
-    return min(_DTYPES[name][0], _MAX_ALIGNMENT)
+    return _ALIGNMENTS[name]
 
 
 def safetensors_code(name: str) -> str | None:
