@@ -135,7 +135,13 @@ class Index:
 
         if any(a >= b for a, b in zip(self._names, self._names[1:], strict=False)):
             raise ValueError("names are not sorted, or not unique")
-        for name, (dtype, global_shape, flat_of) in zip(self._names, self._infos, strict=True):
+        # A model has far fewer shapes than tensors.
+        checked = set()
+        for name, info in zip(self._names, self._infos, strict=True):
+            if info in checked:
+                continue
+            checked.add(info)
+            dtype, global_shape, flat_of = info
             if not dtypes.is_known(dtype):
                 raise ValueError(f"tensor {name!r}: unknown dtype {dtype!r}")
             Chunk(global_shape, (0,) * len(global_shape), global_shape, flat_of).validate()
