@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.pinning import pin_arena
 from ckptengine.adapters.stage import copy_items
 from ckptengine.adapters.state import FlatState, StateItem
@@ -53,6 +54,7 @@ class Snapshot:
         return arena.payload[self.template.nbytes : self.nbytes]
 
 
+@gc_paused()
 def plan_snapshot(
     flat: FlatState, *, attempt: AttemptId, step: int, rank: int, world_size: int, config: Config
 ) -> Snapshot:
