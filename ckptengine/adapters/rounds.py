@@ -18,9 +18,9 @@ from ckptengine.adapters.tensors import torch_dtype
 from ckptengine.format.geometry import c_strides
 from ckptengine.read.plan import Destination
 
-BUFFER_NBYTES = 64 << 20
+BUFFER_NBYTES = 48 << 20
 """Room for the pieces of one round. Beside it, four threads that read compressed blocks of 16 MiB hold up to
-192 MiB: a restore stays within its 256 MiB. A block in which two rounds meet is read twice, one in four at
+210 MiB: a restore stays within 256 MiB. A block in which two rounds meet is read twice, one in three at
 worst."""
 
 PIECE_NBYTES = 16 << 20
