@@ -6,7 +6,14 @@ import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# How long an example takes says nothing about the code on a machine that does something else, too.
+hypothesis.settings.register_profile(
+    "ckptengine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("ckptengine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -243,7 +243,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     return tuple(items) + ((...,) if draw(st.booleans()) else ())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_slice_of_any_sharding_is_what_numpy_gives(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -96,7 +96,7 @@ def flat(state: dict[Any, Any]) -> list[torch.Tensor]:
     return [*state["a"]["b"], *state["a"][3], *state["c"].values()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(recipes(), min_size=1, max_size=8), st.integers(0, 2**30))
 def test_tensors_come_back_with_bits_strides_and_ties(made: list[tuple[Any, ...]], seed: int) -> None:
     memory = pools(seed)
@@ -123,7 +123,7 @@ def test_tensors_come_back_with_bits_strides_and_ties(made: list[tuple[Any, ...]
     assert saved.flat.nbytes <= sum(t.numel() * t.element_size() for t in originals)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(recipes(), min_size=1, max_size=8),
     st.integers(0, 2**30),
@@ -152,7 +152,8 @@ def test_tensors_come_back_into_targets_of_any_layout(
         assert bits(original) == bits(target)
     if layout == "tied":
         read = sum(d.stop - d.start for d in destinations(match))
-        assert read <= saved.flat.nbytes * len(made)
+        # Those that may lie on themselves, or on others, are read once more to be checked.
+        assert read <= 2 * saved.flat.nbytes * len(made)
 
 
 @pytest.mark.parametrize("name", DTYPES)

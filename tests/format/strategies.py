@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from ckptengine.format import dtypes
@@ -19,7 +19,7 @@ from ckptengine.format.tree import TAG
 
 # No deadline: a busy machine is not a failure.
 usual = settings(deadline=None)
-few = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=40)
 """For values that take long to make."""
 
 DTYPES = sorted(dtypes._DTYPES)
