@@ -122,8 +122,12 @@ def _guard(given: argparse.Namespace) -> int:
 
     def measure() -> Results:
         measured = _measure(plan, runner.new_results(plan.mode))
-        if errors := [error for error in measured.errors if ": engine: " in error]:
+        if errors := measured.errors:
             raise ValueError("; ".join(errors))
+        if missing := [
+            case.skipped[results.NATIVE] for case in measured.cases if results.NATIVE in case.skipped
+        ]:
+            raise ValueError(f"without the native limits there is nothing to compare with: {missing[0]}")
         return measured
 
     if given.update:
