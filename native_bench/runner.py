@@ -43,7 +43,7 @@ VERSIONS = (
     "numpy",
 )
 
-EXPENDABLE = ("engine-zstd", "engine-auto", "dcp-async-stager", "engine-overlap")
+EXPENDABLE = ("engine-zstd", "engine-auto", "engine-overlap")
 """Systems that keep memory between two saves, in the order in which they are left out where it is short."""
 
 WORKER_NBYTES = 256 << 20
@@ -169,8 +169,8 @@ class _Bench:
         holds = {name: make(name).traits.holds for name in wanted}
         state = self.result.nbytes
         available = available_memory()
-        # State and target, what a loader allocates, and the page cache of a file that is read hot.
-        fixed = 4 * state + (state if self.case.place == "tmpfs" else 0) + GIB
+        # State and target, what one system allocates in its turn, and the page cache of a file read hot.
+        fixed = 5 * state + (state if self.case.place == "tmpfs" else 0) + GIB
         fixed += len(wanted) * self.case.world_size * WORKER_NBYTES
         for name in EXPENDABLE:
             if fixed + state * sum(holds[other] for other in wanted) <= available:

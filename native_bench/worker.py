@@ -207,6 +207,9 @@ def _describe(error: BaseException) -> str:
 
 def main() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its runner
+    # Where memory runs out after all, it shall be one of these that is ended, and nobody else's process.
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
     setup = msgspec.json.decode(sys.argv[1], type=Setup)
     # Libraries print; the answers go over a descriptor that they do not know.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
