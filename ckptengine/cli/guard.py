@@ -32,7 +32,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., None]:
             code = command(*args, **kwargs)
         except typer.BadParameter:
             raise
-        except BaseException as error:
+        except (Exception, KeyboardInterrupt) as error:
             code = report(error, as_json=bool(kwargs.get("as_json")))
         raise typer.Exit(code)
 

@@ -86,7 +86,7 @@ def show(contents: Contents, layouts: dict[str, Found]) -> None:
 
 def _is_on_lustre(path: str) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             return lustre.is_lustre(fd)
         finally:

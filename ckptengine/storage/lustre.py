@@ -108,7 +108,7 @@ def has_room(path: str, nbytes: int) -> bool:
     After ENOSPC it means that one OST of the file was full: a new file may get others.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:

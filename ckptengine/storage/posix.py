@@ -248,7 +248,7 @@ def _remove_tree(name: str, parent_fd: int | None) -> None:
 @contextmanager
 def _flock(path: str, kind: int) -> Iterator[bool]:
     with translated(path, "open to lock"):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
