@@ -125,7 +125,9 @@ class _Bench:
         )
         results.cases.append(self.result)
         self.extents = [layout.extent for layout in layouts]
+        self.memories: list[tuple[int, int]] = []
         self.teams: dict[str, Team] = {}
+        self.fresh: set[str] = set()
         self.systems: dict[str, System] = {}
         self.last_round: dict[str, float] = {}
         self.step = 0
@@ -139,15 +141,15 @@ class _Bench:
         self.say(f"{self.case.title}: starting {len(wanted)} systems in {self.directory}")
         with contextlib.ExitStack() as stack:
             stack.push(self._close)
-            shared = [stack.enter_context(memories(extent)) for extent in self.extents]
-            for rank, (state_fd, _) in enumerate(shared):
+            self.memories = [stack.enter_context(memories(extent)) for extent in self.extents]
+            for rank, (state_fd, _) in enumerate(self.memories):
                 with mmap.mmap(state_fd, self.extents[rank]) as memory:
                     view = memoryview(memory)
                     cases.fill(self.case, rank, view)
                     view.release()
             self._add_limits()
             for name in wanted:
-                self.teams[name] = Team(name, self.case, shared)
+                self.teams[name] = Team(name, self.case, self.memories)
             for name in wanted:
                 self._begin(name)
             names = list(self.systems)
@@ -221,6 +223,9 @@ class _Bench:
             began = time.monotonic()
             self._turn(name, timed=False)
             self.last_round[name] = time.monotonic() - began
+        if team.traits["fresh"]:
+            self.fresh.add(name)
+            self.teams.pop(name).close()
         self.advance()
 
     def _due(self, name: str) -> bool:
@@ -269,6 +274,8 @@ class _Bench:
         directory = root / f"save-{self.step}"
         directory.mkdir(parents=True)
         try:
+            if name in self.fresh and not self._renew(name, directory):
+                return
             figures = self._order(name, "save", directory)
             if figures is None:
                 return
@@ -280,6 +287,21 @@ class _Bench:
             for child in root.iterdir():
                 if child.name.startswith(("save-", "step-")):
                     shutil.rmtree(child)
+            if name in self.fresh:
+                self.teams.pop(name).close()
+
+    def _renew(self, name: str, directory: Path) -> bool:
+        """New workers for a turn, which have saved once."""
+        self.teams[name] = Team(name, self.case, self.memories)
+        try:
+            self.teams[name].wait()
+        except TeamError as exc:
+            self._fail(name, str(exc))
+            return False
+        warm = self._order(name, "save", directory)
+        for child in directory.iterdir():
+            shutil.rmtree(child) if child.is_dir() else child.unlink()
+        return warm is not None
 
     def _restores(self, name: str, root: Path, directory: Path, timed: bool) -> None:
         """The system's own restores and, beside them on the same files, those of others that read them."""

@@ -237,6 +237,8 @@ def main() -> None:
             break
         try:
             answer = worker.obey(order)
+            # What a loader freed, malloc may keep; the other systems need it.
+            _libc.malloc_trim(0)
         except Exception as exc:
             answer = Answer(error=_describe(exc))
         answers.write(encode(answer) + b"\n")

@@ -27,6 +27,8 @@ class Traits:
     restores_like: reads with the same calls as that system; then restored and checked once, but not timed.
     saves_like: saves with the same calls as that system. If both are measured, this one only restores, from
         the files of that one.
+    fresh: whether a worker serves one turn only, after an untimed save, since memory of the last state cannot
+        be had back from it or its helpers.
     holds: memory it keeps between two saves, as a multiple of the state.
     max_ranks: None: any.
     limit: no checkpoint system, but a limit of the machine reached without one.
@@ -40,6 +42,7 @@ class Traits:
     group: bool = False
     restores_like: str | None = None
     saves_like: str | None = None
+    fresh: bool = False
     holds: int = 0
     max_ranks: int | None = None
     limit: bool = False

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
-from native_bench.peers.base import SaveSeconds, Sync, Tensors, Traits
+from native_bench.peers.base import Place, SaveSeconds, Sync, Tensors, Traits
 
 
 class Dcp1(Sync):
@@ -71,12 +70,7 @@ class AsyncThread(Dcp1):
             response.staging_completion.result()
         stall_s = time.perf_counter() - start
         getattr(response, "upload_completion", response).result()
-        seconds = time.perf_counter() - start
-        self.forget(directory)
-        return SaveSeconds(stall_s, seconds)
-
-    def forget(self, directory: str) -> None:
-        """Give back what is kept of the last state, untimed: other systems need the memory."""
+        return SaveSeconds(stall_s, time.perf_counter() - start)
 
     def options(self) -> dict[str, Any]:
         return {}
@@ -90,21 +84,9 @@ class AsyncProcess(AsyncThread):
         fsyncs=True,
         group=True,
         restores_like="dcp-1",
+        fresh=True,
     )
     process = True
-
-    def forget(self, directory: str) -> None:
-        import torch
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-        # The process keeps the last state until the next one comes.
-        small: Any = dcp.async_save(
-            {"small": torch.zeros(1)},
-            checkpoint_id=os.path.join(directory, "small"),
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        getattr(small, "upload_completion", small).result()
 
 
 class AsyncStager(AsyncThread):
@@ -115,6 +97,7 @@ class AsyncStager(AsyncThread):
         title="DCP `async_save`, kept `DefaultStager`",
         how="`dcp.async_save`, thread, `thread_count=2`, one `DefaultStager` (shared memory) for all saves",
         fsyncs=True,
+        fresh=True,
         group=True,
         restores_like="dcp-1",
     )
@@ -126,16 +109,15 @@ class AsyncStager(AsyncThread):
             return "this torch has no DefaultStager"
         return None
 
-    def save(self, directory: str, step: int, state: Tensors) -> SaveSeconds:
+    def open(self, place: Place) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+        super().open(place)
         # Pinned memory, background staging and non-blocking copies need an accelerator.
         self._stager = DefaultStager(StagingOptions(False, True, False, False))
-        self._stager.stage(state)  # untimed: the memory that a job's earlier saves have left
-        return super().save(directory, step, state)
-
-    def forget(self, directory: str) -> None:
-        self._stager.close()
 
     def options(self) -> dict[str, Any]:
         return {"async_stager": self._stager}
+
+    def close(self) -> None:
+        self._stager.close()

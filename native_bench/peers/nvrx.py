@@ -35,6 +35,7 @@ class TorchAsync(TorchSave):
         copies=False,
         group=True,
         restores_like="torch",
+        fresh=True,
     )
 
     def missing(self) -> str | None:
@@ -57,9 +58,6 @@ class TorchAsync(TorchSave):
         seconds = time.perf_counter() - start
         if not os.path.exists(path):
             raise RuntimeError("finalize_async_save returned, but there is no file")
-        # Its worker process keeps the last state's memory until the next one comes; other systems need that.
-        self._checkpoint.async_save({}, f"{path}.empty")
-        self._checkpoint.finalize_async_save(blocking=True, no_dist=True)
         return SaveSeconds(stall_s, seconds)
 
     def close(self) -> None:
