@@ -2,8 +2,8 @@
 
 An arena is a memfd: not bounded by the size of `/dev/shm`, gone with its last user even after a SIGKILL,
 mapped by the writer process through `/proc/<pid>/fd/<fd>`, and O_DIRECT writes straight from it. It is made
-once, all its pages touched (fresh pages cost five to ten times the copy into them), and reused for every
-save.
+once, all its pages touched (fresh pages cost five to ten times the copy into them), in huge pages where the
+machine has them (`_prefault`), and reused for every save.
 
 Layout: `STATUS_NBYTES` of status page (`ckptengine.staging.status`), then `capacity` bytes of payload,
 page-aligned.
@@ -15,15 +15,16 @@ import ctypes
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from ckptengine.errors import CommitTimeoutError, SaveFailedError, StorageError
 from ckptengine.staging.status import STATUS_NBYTES, StatusPage
-from ckptengine.storage.linux import MADV_POPULATE_WRITE, address_of, madvise
+from ckptengine.storage.direct import HUGE_PAGE, PAGE
+from ckptengine.storage.linux import MADV_POPULATE_WRITE, collapse, madvise, map_shared, unmap
 from ckptengine.storage.threads import in_threads
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,13 @@ QUIET_WAIT_S = 0.5
 """A shorter wait for a free arena is not worth a line in the log."""
 
 _NAME = "ckptengine-arena"
-_GRAIN = 2 << 20  # capacities are rounded up to this, so that a state that grows a little still fits
+_GRAIN = HUGE_PAGE  # capacities are rounded up to this, so that a state that grows a little still fits
 _PREFAULT_PIECE = 64 << 20
+# What huge pages may cost: an arena of small ones takes up to a second a GiB, but only once.
+_COLLAPSE_S_PER_GIB = 1.0
+_COLLAPSE_GRACE_S = 0.2
+_COLLAPSE_TRIAL_NBYTES = 32 << 20
+_NEARLY_ALL = 0.9
 # Sealed so that no process can shrink it under another one's mapping, which would end that one with SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -44,14 +50,15 @@ class Arena:
     capacity: payload bytes; rounded up to 2 MiB. `view` is the whole mapping from `address` on, `status_page`
     its first `STATUS_NBYTES`, `payload` the rest, from `payload_address` on.
 
+    `huge` tells whether nearly all of it is in huge pages: physically contiguous, as devices like it.
+
     `close()` gives up the descriptor and this object's mapping. Memory that is still looked at, through a
     memoryview or a tensor made from one, stays mapped until the last of them is gone: unmapping it would
-    crash them, and `mmap.close()` would raise `BufferError` or, for tensors made with `torch.frombuffer`, not
-    even notice. Bare addresses keep nothing alive and must not be used after `close()`. `before_close` is for
+    crash them. Bare addresses keep nothing alive and must not be used after `close()`. `before_close` is for
     whoever has told someone else of the memory, such as CUDA, and must take that back first.
     """
 
-    __slots__ = ("_map", "_status", "address", "before_close", "capacity", "fd")
+    __slots__ = ("_memory", "_status", "address", "before_close", "capacity", "fd", "huge")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
@@ -64,7 +71,7 @@ class Arena:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self._take(fd, capacity)
-            _prefault(self.address, nbytes)
+            self.huge = _prefault(self.address, nbytes)
         except BaseException as exc:
             if fd >= 0:
                 os.close(fd)
@@ -83,17 +90,18 @@ class Arena:
     def _take(self, fd: int, capacity: int) -> None:
         self.fd = fd
         self.capacity = capacity
+        self.huge = False
         self.before_close: Callable[[], None] | None = None
-        self._map: mmap.mmap | None = mmap.mmap(fd, STATUS_NBYTES + capacity, flags=mmap.MAP_SHARED)
-        self.address = address_of(memoryview(self._map))
+        self._memory: ctypes.Array[ctypes.c_ubyte] | None = _map(fd, STATUS_NBYTES + capacity)
+        self.address: int = ctypes.addressof(self._memory)
         self._status: StatusPage | None = StatusPage(self.view[:STATUS_NBYTES])
 
     @property
     def view(self) -> memoryview:
         """All of it, writable."""
-        if self._map is None:
+        if self._memory is None:
             raise ValueError("the arena is closed")
-        return memoryview(self._map)
+        return memoryview(self._memory).cast("B")
 
     @property
     def payload(self) -> memoryview:
@@ -114,11 +122,11 @@ class Arena:
 
     def close(self) -> None:
         """Give up the memory (see the class). Idempotent."""
-        if self._map is None:
+        if self._memory is None:
             return
         if self.before_close is not None:
             self.before_close()
-        self._map = self._status = None
+        self._memory = self._status = None
         os.close(self.fd)
         self.fd = -1
 
@@ -132,8 +140,8 @@ class Arena:
 def attach(pid: int, fd: int, capacity: int) -> Arena:
     """The arena that process `pid` has as descriptor `fd`, mapped here; both see the same bytes.
 
-    capacity: the owner's `Arena.capacity`. `StorageError` if the process, the descriptor or its size is not
-    what was announced: the owner may have died and its numbers been reused.
+    capacity: the owner's `Arena.capacity`; only the owner knows of `huge`. `StorageError` if the process, the
+    descriptor or its size is not what was announced: the owner may have died and its numbers been reused.
     """
     path = f"/proc/{pid}/fd/{fd}"
     mine = -1
@@ -165,12 +173,69 @@ def attach(pid: int, fd: int, capacity: int) -> Arena:
         raise
 
 
-def _prefault(address: int, nbytes: int) -> None:
-    """Give every page its memory, in parallel: one thread zeroes 1.2 GiB/s."""
+def _map(fd: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """The file's memory, unmapped once this and the last view of it are gone. At a huge page's boundary,
+    without which the kernel puts none under it."""
+    address = map_shared(fd, nbytes, HUGE_PAGE)
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Not at exit: a thread may still be copying then, and the process's end unmaps everything anyway.
+    weakref.finalize(memory, unmap, address, nbytes).atexit = False
+    return memory
+
+
+def _prefault(address: int, nbytes: int) -> bool:
+    """Give every page its memory, in parallel, and tell whether nearly all of it came in huge pages.
+
+    Those are zeroed five times as fast, and what is written from them reaches the device in long segments. A
+    shared mapping only gets them where the administrator has said so (`shmem_enabled`, which nobody sets), or
+    where they are asked for one by one, of pages that are there already: so one small page of each is
+    touched, and then collapsed into a huge one.
+    """
+    threads = min(len(os.sched_getaffinity(0)), 8)
+    collapsing = _Collapsing(threads)
+
+    def fill(piece: tuple[int, int], _: None) -> None:
+        collapsing.try_all(*piece)
+        _populate(*piece)
+
     pieces = [(address + at, min(_PREFAULT_PIECE, nbytes - at)) for at in range(0, nbytes, _PREFAULT_PIECE)]
     # Not an executor's threads: there are none once the interpreter is ending, and a save may be under way.
-    threads = min(len(os.sched_getaffinity(0)), 8)
-    in_threads(pieces, threads, lambda: None, lambda piece, _: _populate(*piece))
+    in_threads(pieces, threads, lambda: None, fill)
+    return collapsing.nbytes >= _NEARLY_ALL * nbytes
+
+
+class _Collapsing:
+    """Makes huge pages of a mapping's, as long as that does not take too long. Thread-safe.
+
+    In fragmented memory the kernel has to move others' pages away first, at several seconds a GiB.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._tried_nbytes = 0
+        self._seconds = 0.0
+        self.nbytes = 0
+
+    def try_all(self, address: int, nbytes: int) -> None:
+        for at in range(address, address + nbytes - HUGE_PAGE + 1, HUGE_PAGE):
+            if not self._worth_it():
+                return
+            began = time.perf_counter()
+            _populate(at, PAGE)
+            done = collapse(at, HUGE_PAGE)
+            with self._lock:
+                self._seconds += time.perf_counter() - began
+                self._tried_nbytes += HUGE_PAGE
+                self.nbytes += HUGE_PAGE if done else 0
+
+    def _worth_it(self) -> bool:
+        with self._lock:
+            tried = self._tried_nbytes
+            if tried >= _COLLAPSE_TRIAL_NBYTES and self.nbytes < _NEARLY_ALL * tried:
+                return False
+            allowed = _COLLAPSE_GRACE_S + _COLLAPSE_S_PER_GIB * tried / (1 << 30)
+            return self._seconds / self._threads <= allowed
 
 
 def _populate(address: int, nbytes: int) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 
 MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _SYS_CACHESTAT = 451  # the same number on every architecture
@@ -15,6 +19,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
 _libc.syscall.restype = ctypes.c_long
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _has_statx = hasattr(_libc, "statx")
@@ -68,6 +82,46 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
     while _libc.madvise(address, nbytes, advice) != 0:
         if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
             _raise_errno("madvise")
+
+
+def collapse(address: int, nbytes: int) -> bool:
+    """madvise(2), MADV_COLLAPSE: have huge pages under this memory, whatever the system's settings; False
+    where that cannot be (no such pages free, Linux before 6.1)."""
+    while _libc.madvise(address, nbytes, _MADV_COLLAPSE) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            return False
+    return True
+
+
+def map_shared(fd: int, nbytes: int, alignment: int) -> int:
+    """mmap(2) of a file from its beginning, shared and writable, at an address that is a multiple of
+    `alignment` bytes, itself one of the page size. The address is the caller's to `unmap`."""
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    # Only the kernel knows which addresses are free, and it aligns to nothing but pages: take more than
+    # enough, map inside it, and give the rest back.
+    spare = _mmap(None, nbytes + alignment, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    address = -(-spare // alignment) * alignment
+    try:
+        _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        unmap(spare, nbytes + alignment)
+        raise
+    unmap(spare, address - spare)
+    unmap(address + nbytes, spare + alignment - address)
+    return address
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """munmap(2); nothing for no bytes."""
+    if nbytes and _libc.munmap(address, nbytes) != 0:
+        _raise_errno("munmap")
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    mapped = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if mapped in (None, ctypes.c_void_p(-1).value):
+        _raise_errno("mmap")
+    return int(mapped)
 
 
 def fallocate(fd: int, nbytes: int) -> None:

@@ -15,13 +15,14 @@ class ArenaRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where the writer finds the staged bytes: a memfd of the trainer, opened through `/proc/<pid>/fd/<fd>`.
 
     `serial` names this memory for the life of the trainer: a descriptor number may be reused, a serial never
-    is.
+    is. `huge`: it is in huge pages.
     """
 
     pid: int
     fd: int
     capacity: int
     serial: int
+    huge: bool = False
 
 
 class TransportSpec(msgspec.Struct, frozen=True, kw_only=True):

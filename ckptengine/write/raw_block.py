@@ -1,9 +1,9 @@
 """How does a raw block get from the arena to the file and into its digest, in one pass?
 
-Past the page cache, through a buffer, although direct I/O can write from the arena: shared memory has 4 KiB
-pages that lie anywhere, and some devices take a transfer apart by physically contiguous segments
-(`AlignedBuffer` has figures). What is copied, into the buffer or into the page cache, is copied piece by
-piece while a piece is in the core's cache for its digest.
+Past the page cache, straight from an arena in huge pages. Pages of 4 KiB lie anywhere, and some devices take
+a transfer apart by physically contiguous segments (`AlignedBuffer` has figures): from those it goes through a
+buffer. What is copied, into the buffer or into the page cache, is copied piece by piece while a piece is in
+the core's cache for its digest.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ def buffer_nbytes(block_nbytes: int) -> int:
     return min(block_nbytes, WRITE_NBYTES)
 
 
-def write(writer: BlockWriter, offset: int, block: memoryview, buffer: AlignedBuffer) -> bytes:
-    """Writes `block`, bytes in pages of their own, at `offset` of the file; returns its digest."""
+def write(writer: BlockWriter, offset: int, block: memoryview, buffer: AlignedBuffer | None) -> bytes:
+    """Writes `block`, bytes in pages of their own, at `offset` of the file; returns its digest.
+
+    buffer: None where the block itself is in huge pages.
+    """
     hasher = Hasher()
-    if not writer.direct:
-        for start in range(0, len(block), PIECE_NBYTES):
-            piece = block[start : start + PIECE_NBYTES]
+    if buffer is None or not writer.direct:
+        step = WRITE_NBYTES if writer.direct else PIECE_NBYTES
+        for start in range(0, len(block), step):
+            piece = block[start : start + step]
             hasher.update(piece)
             writer.pwrite(offset + start, piece)
         return hasher.digest()

@@ -141,6 +141,7 @@ def _make_durable(
             block_nbytes=task.block_nbytes,
             compression=Compression(task.zstd_level, task.auto, history) if task.codec == "zstd" else None,
             threads=task.io_threads,
+            huge=task.arena.huge,
             on_progress=reporter.wrote,
             on_written=reporter.written,
         )

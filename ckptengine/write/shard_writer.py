@@ -1,8 +1,8 @@
 """Writes one rank's staged bytes as a shard file: blocks in parallel, the header last.
 
 Digests are taken of the staged bytes, block by block, while they are in cache. The writer's memory beyond the
-arena is per thread: one buffer of up to 8 MiB for raw shards; for compressed ones three of a block, for its
-planes, its frame, and the frame in pages.
+arena is per thread: none for a raw shard whose arena is in huge pages, else one buffer of up to 8 MiB; for a
+compressed one three of a block, for its planes, its frame, and the frame in pages.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ def write_shard(
     block_nbytes: int,
     compression: Compression | None,
     threads: int,
+    huge: bool = False,
     on_progress: Progress = lambda nbytes: None,
     on_written: Callable[[], None] = lambda: None,
 ) -> WrittenShard:
-    """Write and sync the shard at `path`, which must not exist; `data` is its whole data section.
+    """Write and sync the shard at `path`, which must not exist; `data` is its whole data section, `huge` if
+    that lies in huge pages.
 
     `compression` None writes a raw shard. `on_progress` gets the staged bytes done so far, from any thread;
     `on_written` is called between the last write and the sync. On any error the file is removed as far as
@@ -72,7 +74,7 @@ def write_shard(
     writer = _create(store, path, template.nbytes + len(data), needed=compression is None)
     meter = _Meter()
     try:
-        section = _Section(writer, template.nbytes, data, blocks, meter, on_progress)
+        section = _Section(writer, template.nbytes, data, blocks, huge, meter, on_progress)
         stored: list[int] | None = None
         methods: str | None = None
         if compression is None:
@@ -169,6 +171,7 @@ class _Section:
         base: int,
         data: memoryview,
         blocks: BlockTable,
+        huge: bool,
         meter: _Meter,
         on_progress: Progress,
     ) -> None:
@@ -176,6 +179,7 @@ class _Section:
         self._base = base
         self._data = data
         self._blocks = blocks
+        self._huge = huge
         self._meter = meter
         self._on_progress = on_progress
         self._turn = threading.Condition()
@@ -191,7 +195,7 @@ class _Section:
         largest = raw_block.buffer_nbytes(min(self._blocks.block_nbytes, len(self._data)))
 
         def with_own_buffer() -> Callable[[int], None]:
-            buffer = AlignedBuffer(largest)
+            buffer = None if self._huge else AlignedBuffer(largest)
 
             def write(index: int) -> None:
                 start, stop = self._blocks.span(index)
@@ -227,7 +231,9 @@ class _Section:
                     stored[index] = len(block)
                     offset = self._place(index, len(block))
                     with self._meter.writing(len(block)):
-                        digests[index] = raw_block.write(self._writer, offset, block, pages)
+                        digests[index] = raw_block.write(
+                            self._writer, offset, block, None if self._huge else pages
+                        )
                 else:
                     stored[index], methods[index] = len(packed), method
                     content = pages.view[: _rounded(len(packed))]

@@ -20,6 +20,7 @@ from ckptengine.errors import CommitTimeoutError, SaveFailedError, StorageError
 from ckptengine.staging import arena as arena_module
 from ckptengine.staging.arena import Arena, ArenaPool, attach
 from ckptengine.staging.status import STATUS_NBYTES
+from ckptengine.storage.direct import HUGE_PAGE
 from ckptengine.storage.linux import address_of
 from ckptengine.storage.posix import PosixStore
 
@@ -44,6 +45,13 @@ def resident_nbytes() -> int:
     return total
 
 
+def huge_nbytes(address: int) -> int:
+    """How much of the mapping at an address is in huge pages, as the kernel tells."""
+    lines = iter(Path("/proc/self/smaps").read_text().split("\n"))
+    next(line for line in lines if line.startswith(f"{address:x}-"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("ShmemPmdMapped:"))
+
+
 class TestArena:
     def test_layout(self) -> None:
         with Arena(5 * MIB) as arena:
@@ -62,22 +70,52 @@ class TestArena:
         with pytest.raises(ValueError, match="negative"):
             Arena(-1)
 
-    @pytest.mark.parametrize("fallback", [False, True])
+    @pytest.mark.parametrize("kernel", ["this", "without huge pages", "of before 5.14"])
     def test_every_page_is_there_before_it_is_used(
-        self, fallback: bool, monkeypatch: pytest.MonkeyPatch
+        self, kernel: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        if fallback:
+        if kernel == "of before 5.14":
 
             def refuse(*args: int) -> None:
                 raise OSError(errno.EINVAL, "an old kernel")
 
             monkeypatch.setattr(arena_module, "madvise", refuse)
+        if kernel != "this":
+            monkeypatch.setattr(arena_module, "collapse", lambda *args: False)
         gc.collect()
         before = resident_nbytes()
         # More than one piece, so that several threads are at it.
         with Arena(150 * MIB) as arena:
             assert resident_nbytes() - before == STATUS_NBYTES + arena.capacity
             assert not any(arena.payload[::MIB])
+
+    def test_it_says_whether_it_is_in_huge_pages(self) -> None:
+        with Arena(64 * MIB) as arena:
+            assert arena.address % HUGE_PAGE == 0
+            whole = STATUS_NBYTES + arena.capacity
+            assert arena.huge == (huge_nbytes(arena.address) >= 0.9 * whole)
+            with attach(os.getpid(), arena.fd, arena.capacity) as again:
+                assert again.address % HUGE_PAGE == 0
+                arena.payload[-3:] = b"end"
+                assert bytes(again.payload[-3:]) == b"end"
+
+    def test_it_does_not_go_on_asking_for_huge_pages_in_vain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+        monkeypatch.setattr(arena_module, "collapse", lambda address, nbytes: asked.append(address))
+        with Arena(300 * MIB) as arena:
+            assert not arena.huge
+        # As many as are tried, and one more for each thread that was at it.
+        assert len(asked) <= 16 + 8
+
+    def test_huge_pages_that_take_too_long_are_done_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+        monkeypatch.setattr(arena_module, "_COLLAPSE_GRACE_S", -1.0)
+        monkeypatch.setattr(arena_module, "collapse", lambda address, nbytes: asked.append(address))
+        gc.collect()
+        before = resident_nbytes()
+        with Arena(64 * MIB) as arena:
+            assert (arena.huge, asked) == (False, [])
+            assert resident_nbytes() - before == STATUS_NBYTES + arena.capacity
 
     def test_close_under_views_and_tensors_leaves_them_usable(self) -> None:
         torch = pytest.importorskip("torch")

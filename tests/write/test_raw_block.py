@@ -36,15 +36,17 @@ class MemoryWriter:
         pass
 
 
-@given(nbytes=st.integers(1, 300), writable=st.booleans(), direct=st.booleans())
-def test_a_block_is_written_as_it_is_with_its_digest(nbytes: int, writable: bool, direct: bool) -> None:
+@given(nbytes=st.integers(1, 300), writable=st.booleans(), direct=st.booleans(), huge=st.booleans())
+def test_a_block_is_written_as_it_is_with_its_digest(
+    nbytes: int, writable: bool, direct: bool, huge: bool
+) -> None:
     block = os.urandom(nbytes)
     writer = MemoryWriter(direct=direct)
     writer.data += bytes(16)
     data = memoryview(bytearray(block)) if writable else memoryview(block)
     with mock.patch.multiple(raw_block, PIECE_NBYTES=8, WRITE_NBYTES=20):
         with AlignedBuffer(raw_block.buffer_nbytes(nbytes)) as buffer:
-            assert raw_block.write(writer, 16, data, buffer) == digest(block)
+            assert raw_block.write(writer, 16, data, None if huge else buffer) == digest(block)
     assert bytes(writer.data) == bytes(16) + block
     assert all(length == (20 if direct else 8) for _, length in writer.writes[:-1])
 
