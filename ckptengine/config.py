@@ -22,7 +22,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     zstd_level: for what is compressed as it is; byte planes of numbers take no level.
     direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never
     does.
-    io_threads: parallel block reads or writes per rank; a restore of raw shards has twice as many.
+    io_threads: parallel block reads or writes per rank; a restore of raw shards has twice as many threads, a
+        save of them half as many again.
     stripe_count: on Lustre, over how many OSTs each shard is striped: a number (-1: all), `"auto"` (by the
         shards' size, the number of ranks and of OSTs), or `"inherit"` (what the root's directory says).
     stripe_nbytes: on Lustre, the size of a stripe; a multiple of 64 KiB.

@@ -204,6 +204,8 @@ class _Section:
 
             return write
 
+        # Half as many again, so that `threads` writes are under way while others take their digests.
+        threads += threads // 2
         self._run([with_own_buffer() for _ in range(min(threads, self._blocks.count))])
         return digests
 
