@@ -30,6 +30,7 @@ from ckptengine.read.shards import open_header
 from ckptengine.storage.failures import storage_error
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockReader, ReadSource
+from ckptengine.testing.passing import PassingReader
 from ckptengine.verification import LEVELS, Level, VerifyReport, verify
 from tests.helpers.checkpoints import (
     RankContent,
@@ -455,33 +456,17 @@ def test_every_flipped_byte_is_detected_or_harmless(tmp_path: Path, codec: str) 
 # --- what is about this process, not about the files -------------------------------------------------
 
 
-class _FailingReader:
+class _FailingReader(PassingReader):
     """The header can be read; before anything else `fail` is called."""
 
     def __init__(self, file: BlockReader, fail: Callable[[], None]) -> None:
-        self._file = file
+        super().__init__(file)
         self._fail = fail
-
-    @property
-    def size(self) -> int:
-        return self._file.size
-
-    def source(self, offset: int, nbytes: int) -> ReadSource:
-        return self._file.source(offset, nbytes)
 
     def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         if offset:
             self._fail()
-        return self._file.pread_into(offset, out, source)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> BlockReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        return super().pread_into(offset, out, source)
 
 
 class _FailingStore(PosixStore):

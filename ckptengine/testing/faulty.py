@@ -28,6 +28,7 @@ from typing import Literal, TypeVar
 from ckptengine.errors import StorageError
 from ckptengine.storage.failures import storage_error
 from ckptengine.storage.store import BlockReader, BlockWriter, Entry, ReadSource, Store
+from ckptengine.testing.passing import PassingReader
 
 logger = logging.getLogger(__name__)
 
@@ -245,38 +246,22 @@ class _FaultyWriter:
             )
 
 
-class _FaultyReader:
+class _FaultyReader(PassingReader):
     """A `BlockReader` whose reads the store counts and fails."""
 
     def __init__(self, store: FaultyStore, path: str, inner: BlockReader) -> None:
+        super().__init__(inner)
         self._store = store
         self._path = path
-        self._inner = inner
-
-    @property
-    def size(self) -> int:
-        return self._inner.size
-
-    def source(self, offset: int, nbytes: int) -> ReadSource:
-        return self._inner.source(offset, nbytes)
 
     def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         fault = self._store._due("pread_into", f"{self._path} at {offset}, {out.nbytes} bytes")
         if fault == "bit flip":
-            found = self._inner.pread_into(offset, out, source)
+            found = self.inner.pread_into(offset, out, source)
             self._store._flip(out.cast("B"))
             return found
         if fault == "short read":
-            self._inner.pread_into(offset, out.cast("B")[: self._store._part(out.nbytes)], source)
+            self.inner.pread_into(offset, out.cast("B")[: self._store._part(out.nbytes)], source)
         return self._store._do(
-            fault, self._path, "pread_into", lambda: self._inner.pread_into(offset, out, source)
+            fault, self._path, "pread_into", lambda: self.inner.pread_into(offset, out, source)
         )
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def __enter__(self) -> _FaultyReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -14,18 +14,6 @@ from tests.helpers.ranks import Ranks
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        ranks.call(cases.lend_writers)
-        yield ranks
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "root")
-
-
 @pytest.mark.parametrize("state", overlap_cases.STATES)
 @pytest.mark.parametrize("wrap", overlap_cases.WRAPS)
 def test_training_goes_on_at_once(pair: Ranks, root: str, wrap: str, state: str) -> None:

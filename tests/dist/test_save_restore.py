@@ -22,13 +22,6 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        ranks.call(cases.lend_writers)
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def trio() -> Iterator[Ranks]:
     with Ranks(3) as ranks:
         ranks.call(cases.lend_writers)
@@ -41,11 +34,6 @@ def without_tcp() -> Iterator[Ranks]:
     with Ranks(2, init="file") as ranks:
         ranks.call(cases.lend_writers)
         yield ranks
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "root")
 
 
 def step_path(root: str, step: int) -> Path:

@@ -26,18 +26,6 @@ IN_TIME_S = 20.0
 """Far below the deadlines of a commit, far above what a busy machine needs."""
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        ranks.call(cases.lend_writers)
-        yield ranks
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "root")
-
-
 @pytest.fixture
 def opened(pair: Ranks, root: str, request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """The pair with a Checkpointer and one commit, step 1."""

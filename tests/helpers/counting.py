@@ -10,6 +10,7 @@ from collections import Counter
 
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockReader, Entry, ReadSource
+from ckptengine.testing.passing import PassingReader
 
 
 class CountingStore(PosixStore):
@@ -45,28 +46,12 @@ class CountingStore(PosixStore):
             self.nbytes[os.path.basename(path)] += nbytes
 
 
-class _CountingReader:
+class _CountingReader(PassingReader):
     def __init__(self, inner: BlockReader, store: CountingStore, path: str) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._store = store
         self._path = path
 
-    @property
-    def size(self) -> int:
-        return self._inner.size
-
-    def source(self, offset: int, nbytes: int) -> ReadSource:
-        return self._inner.source(offset, nbytes)
-
     def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         self._store.note(self._path, out.nbytes)
-        return self._inner.pread_into(offset, out, source)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def __enter__(self) -> _CountingReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        return super().pread_into(offset, out, source)

@@ -17,6 +17,7 @@ from ckptengine.read.plan import Destination
 from ckptengine.read.reader import ReadStats, find_damage, read_shard
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockReader, ReadSource
+from ckptengine.testing.passing import PassingReader
 from tests.helpers.checkpoints import RankContent, Tensor, flip, shard_bytes
 
 PAGE = 4096
@@ -172,17 +173,10 @@ class _FailingStore(PosixStore):
         return _FailingReader(super().open(path), self)
 
 
-class _FailingReader:
+class _FailingReader(PassingReader):
     def __init__(self, inner: BlockReader, store: _FailingStore) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._store = store
-
-    @property
-    def size(self) -> int:
-        return self._inner.size
-
-    def source(self, offset: int, nbytes: int) -> ReadSource:
-        return self._inner.source(offset, nbytes)
 
     def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         with self._store.lock:
@@ -190,16 +184,7 @@ class _FailingReader:
             failing = self._store.reads > self._store.after
         if failing:
             raise StorageError("could not read: Input/output error", errno=5, path="shard")
-        return self._inner.pread_into(offset, out, source)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def __enter__(self) -> _FailingReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        return super().pread_into(offset, out, source)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -1,0 +1,31 @@
+"""A `BlockReader` that hands everything on: for stores that count, fail or delay, and change one method."""
+
+from __future__ import annotations
+
+from ckptengine.storage.store import BlockReader, ReadSource
+
+
+class PassingReader:
+    """Does what `inner` does."""
+
+    def __init__(self, inner: BlockReader) -> None:
+        self.inner = inner
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def source(self, offset: int, nbytes: int) -> ReadSource:
+        return self.inner.source(offset, nbytes)
+
+    def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
+        return self.inner.pread_into(offset, out, source)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def __enter__(self) -> PassingReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
