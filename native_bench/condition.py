@@ -8,7 +8,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -185,7 +185,7 @@ def condition_of(directory: str | os.PathLike[str] = ".") -> Condition:
         kernel=platform.release(),
         io_uring=_io_uring(),
         python=f"{platform.python_implementation()} {platform.python_version()}",
-        packages=_versions(),
+        packages=versions_of(PACKAGES),
     )
 
 
@@ -277,9 +277,10 @@ def _io_uring() -> str:
     return f"{kernel}, liburing {'found in ' + header if header else 'not found'}"
 
 
-def _versions() -> dict[str, str]:
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
     found = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -11,13 +11,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from native_bench import cases
 from native_bench.cases import GIB, Case
-from native_bench.condition import condition_of
+from native_bench.condition import condition_of, versions_of
 from native_bench.ground import available_memory, check_space, make_cold, make_hot, memories, work_directory
 from native_bench.limits import LimitError
 from native_bench.mounts import mount_of
@@ -79,7 +78,7 @@ def run(plan: Plan, results: Results, say: Report, advance: Callable[[], None] =
     returns."""
     start = time.monotonic()
     results.machine = _plain(condition_of(plan.directory).to_json())
-    results.versions = _versions()
+    results.versions = versions_of(VERSIONS)
     try:
         with _orderly_end():
             for case in plan.cases:
@@ -396,16 +395,6 @@ def _orderly_end() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in VERSIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
-    return found
 
 
 def _plain(value: Any) -> Any:

@@ -35,7 +35,7 @@ def look(store: Store, path: str) -> dict[str, Found]:
     To be called before anything of a shard is read: that would fetch a released file. A path that is no
     checkpoint has none here; opening it says what is wrong with it.
     """
-    if not _is_on_lustre(path):
+    if not lustre.on_lustre(path):
         return {}
     files = [path]
     if os.path.isdir(path) or os.path.basename(path) == MANIFEST_NAME:
@@ -82,17 +82,6 @@ def show(contents: Contents, layouts: dict[str, Found]) -> None:
             f"{render.plural(released, 'shard file')} released to the archive: whoever reads the bytes waits "
             "until Lustre has fetched them"
         )
-
-
-def _is_on_lustre(path: str) -> bool:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            return lustre.is_lustre(fd)
-        finally:
-            os.close(fd)
-    except OSError:
-        return False
 
 
 def _layout(path: str) -> Found:

@@ -62,10 +62,7 @@ class HeaderTensors:
         return self._pieces.get(name, [])
 
     def nbytes(self, name: str) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for piece in self._pieces[name]:
-            found[piece.dtype] = found.get(piece.dtype, 0) + piece.stop - piece.start
-        return found
+        return _by_dtype(self._pieces[name])
 
 
 class StepTensors:
@@ -133,10 +130,14 @@ class _IndexTensors:
             raise KeyError(name)
         if name not in self._parts:
             return {self._index.info(name)[0]: self._index.nbytes(name)}
-        found: dict[str, int] = {}
-        for piece in self.pieces(name):
-            found[piece.dtype] = found.get(piece.dtype, 0) + piece.stop - piece.start
-        return found
+        return _by_dtype(self.pieces(name))
+
+
+def _by_dtype(pieces: Iterable[Piece]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for piece in pieces:
+        found[piece.dtype] = found.get(piece.dtype, 0) + piece.stop - piece.start
+    return found
 
 
 def _fqn(found: IndexedChunk) -> str:

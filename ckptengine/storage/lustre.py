@@ -30,6 +30,20 @@ def is_lustre(fd: int) -> bool:
     return linux.file_system_type(fd) == FILE_SYSTEM_TYPE
 
 
+def on_lustre(path: str) -> bool:
+    """Whether a file or directory is on Lustre; False for what cannot be opened."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return is_lustre(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
 def ost_count(fd: int) -> int | None:
     """How many OSTs the file system of an open directory on Lustre has; None if it does not say."""
     answer = bytearray(8)
@@ -107,19 +121,13 @@ def has_room(path: str, nbytes: int) -> bool:
 
     After ENOSPC it means that one OST of the file was full: a new file may get others.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+    if not on_lustre(path):
         return False
     try:
-        if not is_lustre(fd):
-            return False
-        status = os.fstatvfs(fd)
-        return status.f_bavail * status.f_frsize >= nbytes
+        status = os.statvfs(path)
     except OSError:
         return False
-    finally:
-        os.close(fd)
+    return status.f_bavail * status.f_frsize >= nbytes
 
 
 def _count(fd: int, striping: Striping, files: int, file_nbytes: int) -> int | None:
