@@ -10,13 +10,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from ckptengine.format.limits import PAGE, round_up
+
 GIB = 1 << 30
 MIB = 1 << 20
 
 DTYPES = {"bfloat16": 2, "float32": 4}
 
 _ALIGNMENT = 64
-_PAGE = 4096
 _LARGE = 128 << 10
 """From here on an allocator gives a tensor its own pages, and torch's begin 64 bytes into the first."""
 
@@ -155,13 +156,13 @@ def layout(case: Case, rank: int) -> Layout:
     for name, dtype, shape in _model(case) if case.kind == "model" else _small(case):
         size = math.prod(shape) * DTYPES[dtype]
         if size >= _LARGE:
-            offset = -(-offset // _PAGE) * _PAGE + _ALIGNMENT
+            offset = round_up(offset, PAGE) + _ALIGNMENT
         else:
-            offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+            offset = round_up(offset, _ALIGNMENT)
         tensors.append(Placed(f"rank{rank}.{name}", dtype, shape, offset))
         offset += size
         nbytes += size
-    return Layout(tuple(tensors), nbytes, -(-offset // _PAGE) * _PAGE)
+    return Layout(tuple(tensors), nbytes, round_up(offset, PAGE))
 
 
 def fill(case: Case, rank: int, memory: memoryview) -> None:

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ckptengine.format.limits import PAGE, round_up
 from native_bench import limits
 from native_bench.cases import Case
 
-PAGE = 4096
 _CANDIDATES = (1, 2, 4)
 
 
@@ -42,7 +42,7 @@ class Limits:
 
     def prepare(self, nbytes: int) -> None:
         """Find the fastest knobs for writing so many bytes, and for copying them."""
-        self._nbytes = -(-nbytes // PAGE) * PAGE
+        self._nbytes = round_up(nbytes, PAGE)
         self._write = limits.best_direct_write(
             self._directory, self._nbytes, files=self._case.world_size, rounds=1
         ).knobs

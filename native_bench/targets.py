@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from native_bench.results import NATIVE, CaseResult, Results, System
 
-MIN_ROUNDS = 5
 SMALL_OVERHEAD_S = 10e-6
 
 

@@ -16,6 +16,7 @@ import torch
 from ckptengine.adapters.leaves import Leaf
 from ckptengine.adapters.tensors import torch_dtype
 from ckptengine.format.geometry import c_strides
+from ckptengine.format.limits import round_up
 from ckptengine.read.plan import Destination
 
 BUFFER_NBYTES = 48 << 20
@@ -175,7 +176,7 @@ def _groups(pieces: Sequence[Piece], nbytes: int) -> Iterator[list[Piece]]:
 
 
 def _room(piece: Piece) -> int:
-    return -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return round_up(piece.nbytes, _ALIGNMENT)
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:

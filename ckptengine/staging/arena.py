@@ -22,8 +22,9 @@ import weakref
 from collections.abc import Callable
 
 from ckptengine.errors import CommitTimeoutError, SaveFailedError, StorageError
+from ckptengine.format.limits import PAGE, round_up
 from ckptengine.staging.status import STATUS_NBYTES, StatusPage
-from ckptengine.storage.direct import HUGE_PAGE, PAGE
+from ckptengine.storage.direct import HUGE_PAGE
 from ckptengine.storage.linux import MADV_POPULATE_WRITE, collapse, madvise, map_shared, unmap
 from ckptengine.storage.threads import in_threads
 
@@ -63,7 +64,7 @@ class Arena:
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
             raise ValueError(f"an arena's capacity must not be negative, not {capacity}")
-        capacity = -(-capacity // _GRAIN) * _GRAIN
+        capacity = round_up(capacity, _GRAIN)
         nbytes = STATUS_NBYTES + capacity
         fd = -1
         try:
@@ -280,7 +281,7 @@ class ArenaPool:
         waits for a release, and logs that. `CommitTimeoutError` after `timeout_s`; `SaveFailedError` if it
         can never fit.
         """
-        need = STATUS_NBYTES + -(-nbytes // _GRAIN) * _GRAIN
+        need = STATUS_NBYTES + round_up(nbytes, _GRAIN)
         if self._budget is not None and need > self._budget:
             raise SaveFailedError(
                 "the snapshot does not fit the memory set aside for snapshots",

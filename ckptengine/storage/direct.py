@@ -16,13 +16,13 @@ import threading
 from typing import Literal
 
 from ckptengine.errors import StorageError
+from ckptengine.format.limits import PAGE
 from ckptengine.storage import lustre
 from ckptengine.storage.failures import storage_error
 from ckptengine.storage.linux import address_of, direct_io_alignment
 
 DirectMode = Literal["auto", "on", "off"]
 
-PAGE = 4096
 HUGE_PAGE = 2 << 20
 # Of the machine: 64 KiB on some arm64 kernels.
 _SYSTEM_PAGE = max(PAGE, os.sysconf("SC_PAGESIZE"))

@@ -7,6 +7,8 @@ import errno
 import mmap
 import os
 
+from ckptengine.format.limits import round_up
+
 MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -96,11 +98,11 @@ def collapse(address: int, nbytes: int) -> bool:
 def map_shared(fd: int, nbytes: int, alignment: int) -> int:
     """mmap(2) of a file from its beginning, shared and writable, at an address that is a multiple of
     `alignment` bytes, itself one of the page size. The address is the caller's to `unmap`."""
-    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    nbytes = round_up(nbytes, mmap.PAGESIZE)
     # Only the kernel knows which addresses are free, and it aligns to nothing but pages: take more than
     # enough, map inside it, and give the rest back.
     spare = _mmap(None, nbytes + alignment, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-    address = -(-spare // alignment) * alignment
+    address = round_up(spare, alignment)
     try:
         _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
     except OSError:

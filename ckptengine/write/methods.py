@@ -46,9 +46,6 @@ class Estimate:
     seconds: float
 
 
-AS_IT_IS_ESTIMATE = Estimate(1.0, 0.0)
-
-
 class History:
     """What the saves of one process have shown: the device's rate in bytes per second, and how many cores the
     codec got. None: not known yet."""

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import ctypes
 
-from ckptengine.format.digest import Hasher
+from ckptengine.format.digest import PIECE_NBYTES, Hasher
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.linux import address_of
 from ckptengine.storage.store import BlockWriter
-
-PIECE_NBYTES = 512 << 10
-"""Half of a small core's second-level cache."""
 
 WRITE_NBYTES = 8 << 20
 """One write, and a thread's buffer."""

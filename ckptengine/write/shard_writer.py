@@ -20,7 +20,7 @@ from ckptengine.codecs import zstd
 from ckptengine.errors import StorageError
 from ckptengine.format.blocks import AS_IT_IS, BlockTable
 from ckptengine.format.digest import digest, hexdigest
-from ckptengine.format.limits import PAGE
+from ckptengine.format.limits import PAGE, round_up
 from ckptengine.format.shard import HeaderTemplate, seal_header, tensor_spans
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.store import BlockWriter, Store
@@ -97,7 +97,9 @@ def write_shard(
         writer.pwrite(0, memoryview(header))
         on_written()
         with meter.writing(0):
-            size = writer.finish(None if stored is None else template.nbytes + sum(map(_rounded, stored)))
+            # A compressed shard has been given room for all of its blocks as they are.
+            used = None if stored is None else template.nbytes + sum(round_up(n, PAGE) for n in stored)
+            size = writer.finish(used)
     except BaseException:
         writer.abort()
         raise
@@ -215,7 +217,7 @@ class _Section:
         digests = [b""] * self._blocks.count
         stored = [0] * self._blocks.count
         methods = [AS_IT_IS] * self._blocks.count
-        largest = _rounded(min(self._blocks.block_nbytes, len(self._data)))
+        largest = round_up(min(self._blocks.block_nbytes, len(self._data)), PAGE)
 
         def with_own_buffers() -> Callable[[int], None]:
             planes, pages = AlignedBuffer(largest), AlignedBuffer(largest)
@@ -238,7 +240,7 @@ class _Section:
                         )
                 else:
                     stored[index], methods[index] = len(packed), method
-                    content = pages.view[: _rounded(len(packed))]
+                    content = pages.view[: round_up(len(packed), PAGE)]
                     zstd.copy(packed, content)
                     content[len(packed) :] = bytes(len(content) - len(packed))
                     offset = self._place(index, len(content))
@@ -318,7 +320,3 @@ class _Section:
 
 class _Stopped(Exception):
     """Another thread has failed; its error is the one to report."""
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE

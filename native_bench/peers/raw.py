@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from ckptengine.format.limits import PAGE, round_up
 from native_bench.peers.base import Place, SaveSeconds, Tensors, Traits
 
 BLOCK = 8 << 20
 THREADS = 4
-PAGE = 4096
 
 _Piece = tuple[int, int, int]
 """Offset in the file, address in memory, number of bytes."""
@@ -47,7 +47,7 @@ class Raw:
 
     def save(self, directory: str, step: int, state: Tensors) -> SaveSeconds:
         ends = _pieces(state)
-        size = -(-_size(state) // PAGE) * PAGE
+        size = round_up(_size(state), PAGE)
         if len(self._buffer) != size:
             self._buffer = mmap.mmap(-1, size)
             ctypes.memset(_address(self._buffer), 0, size)
@@ -104,7 +104,7 @@ class Raw:
             bounce = memoryview(self._bounces[thread])
             base = _address(self._bounces[thread])
             for at in range(thread * BLOCK, size, THREADS * BLOCK):
-                n = os.preadv(fd, [bounce[: min(BLOCK, -(-(size - at) // PAGE) * PAGE)]], at)
+                n = os.preadv(fd, [bounce[: min(BLOCK, round_up(size - at, PAGE))]], at)
                 end = at + n
                 i = bisect_right(starts, at) - 1
                 while i < len(pieces) and pieces[i][0] < end:

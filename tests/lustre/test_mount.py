@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import ckptengine as ck
+from ckptengine.format.limits import PAGE
 from ckptengine.storage import direct, lustre
-from ckptengine.storage.direct import PAGE, AlignedBuffer
+from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.lustre_layout import ALL_OSTS, encode
 from ckptengine.storage.lustre_policy import Striping, stripe_count
 from ckptengine.storage.posix import PosixStore

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from ckptengine.config import Config
+from ckptengine.format.limits import PAGE
 from ckptengine.storage import direct, linux, lustre
-from ckptengine.storage.direct import PAGE, AlignedBuffer
+from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.lustre_layout import ALL_OSTS, encode
 from ckptengine.storage.lustre_policy import BY_POLICY, Striping
 from ckptengine.storage.posix import PosixStore

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from ckptengine.errors import CorruptCheckpointError, StorageError
+from ckptengine.format.limits import PAGE
 from ckptengine.storage import blockio, durable, posix
-from ckptengine.storage.direct import PAGE, AlignedBuffer
+from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.durable import is_temporary
 from ckptengine.storage.linux import address_of, direct_io_alignment, resident_pages
 from ckptengine.storage.posix import PosixStore
