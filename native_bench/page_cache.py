@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,7 @@ def drop_caches(paths: Iterable[str | os.PathLike[str]] = ()) -> CacheDrop:
     (a directory stands for all files below it); pages that someone has mapped stay. "none": no root, and no
     path given. `cached_bytes` tells what it came to.
     """
-    files = list(_files(paths))
+    given = list(paths)
     if can_drop_caches():
         os.sync()
         try:
@@ -36,14 +36,28 @@ def drop_caches(paths: Iterable[str | os.PathLike[str]] = ()) -> CacheDrop:
             return "drop_caches"
         except OSError:  # a container whose root may open it, but not write to it
             pass
-    for path in files:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)  # dirty pages are not dropped
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-    return "posix_fadvise" if files else "none"
+    return "posix_fadvise" if evict(given) else "none"
+
+
+def evict(paths: Iterable[str | os.PathLike[str]]) -> int:
+    """Have the page cache forget these files, and nothing else; a directory stands for all files below it.
+
+    Returns how many files it were.
+    """
+    files = 0
+    for fd in _opened(paths):
+        os.fsync(fd)  # dirty pages are not dropped
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        files += 1
+    return files
+
+
+def fill(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Read these files, or all files below these directories, into the page cache."""
+    buffer = bytearray(1 << 24)
+    for fd in _opened(paths):
+        while os.readv(fd, [buffer]):
+            pass
 
 
 def cached_bytes(paths: Iterable[str | os.PathLike[str]]) -> int | None:
@@ -52,22 +66,40 @@ def cached_bytes(paths: Iterable[str | os.PathLike[str]]) -> int | None:
     None if the kernel does not tell: cachestat is Linux 6.5 and later.
     """
     pages = 0
-    for path in _files(paths):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    for fd in _opened(paths):
         try:
             pages += resident_pages(fd, 0, os.fstat(fd).st_size)
         except OSError:
             return None
-        finally:
-            os.close(fd)
     return pages * PAGE
 
 
-def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterable[Path]:
-    for given in paths:
-        path = Path(given)
-        if path.is_dir():
-            below = sorted(path.rglob("*"))
-            yield from (found for found in below if found.is_file() and not found.is_symlink())
-        else:
-            yield path
+def _opened(paths: Iterable[str | os.PathLike[str]]) -> Iterator[int]:
+    """Each file's descriptor, for as long as the caller stays with it.
+
+    A file below a directory may have gone since the directory was listed: the engine removes old steps in the
+    background. Such a file has no pages in the cache either.
+    """
+    for path, listed in _files(paths):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if listed:
+                continue
+            raise
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[str, bool]]:
+    """Each file, and whether it was found in a directory rather than given."""
+    for given in map(os.fspath, paths):
+        if not os.path.isdir(given):
+            yield given, False
+            continue
+        for folder, _, names in os.walk(given):  # passes over a directory that has gone
+            for path in (os.path.join(folder, name) for name in sorted(names)):
+                if os.path.isfile(path) and not os.path.islink(path):
+                    yield path, True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import ckptengine as ck
+from native_bench import page_cache
 from native_bench.suites.sizes import Sizes
 
 TENSORS = 16
@@ -31,26 +31,6 @@ def saved(folder: Path, state: dict[str, torch.Tensor]) -> Iterator[ck.Checkpoin
 
 def same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> bool:
     return found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
-
-
-def evict(root: str) -> None:
-    """Have the page cache forget what is below a root, and nothing else."""
-    for folder, _, files in os.walk(root):
-        for name in files:
-            fd = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
-
-
-def fill_cache(root: str) -> None:
-    for folder, _, files in os.walk(root):
-        for name in files:
-            with open(os.path.join(folder, name), "rb", buffering=0) as file:
-                while file.read(1 << 24):
-                    pass
 
 
 def test_save(benchmark: BenchmarkFixture, saved: ck.Checkpointer, state: dict[str, torch.Tensor]) -> None:
@@ -82,8 +62,11 @@ def test_restore(
 ) -> None:
     saved.wait(60.0)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    prepare = evict if cache == "cold" else fill_cache
-    info = benchmark.pedantic(lambda: saved.restore(target), setup=lambda: prepare(str(saved.root)), rounds=5)
+
+    def prepare() -> None:
+        (page_cache.evict if cache == "cold" else page_cache.fill)([saved.root])
+
+    info = benchmark.pedantic(lambda: saved.restore(target), setup=prepare, rounds=5)
     assert same(target, state)
     assert info.nbytes == sum(tensor.nbytes for tensor in state.values())
 

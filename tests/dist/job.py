@@ -3,6 +3,7 @@ rank 1, and in a later life the coordinator. Run with a directory and the number
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import sys
@@ -43,8 +44,9 @@ def main(directory: Path, steps: int) -> None:
             handle = ckpt.async_save(step, state_of(step, rank, values=VALUES))
             if doomed:
                 killed.touch()
-                shard = f"*/{shard_filename(rank, compressed=True)}"
-                wait_until(lambda: list((directory / "root" / step_dirname(step)).glob(shard)))  # noqa: B023
+                shard = f"{directory}/root/{step_dirname(step)}/*/{shard_filename(rank, compressed=True)}"
+                # Not Path.glob, which fails if an earlier attempt is removed while it looks.
+                wait_until(lambda: glob.glob(shard))  # noqa: B023
                 os.kill(os.getpid(), signal.SIGKILL)
             handle.result()
     dist.destroy_process_group()

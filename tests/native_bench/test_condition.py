@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,36 @@ def test_dropping_caches_says_how_it_was_done(tmp_path: Path, monkeypatch: pytes
     if condition_of(tmp_path).mount.file_system == "tmpfs":
         pytest.skip("tmpfs has its files in the page cache and nowhere else")
     assert page_cache.cached_bytes([tmp_path]) == 0
+
+
+def test_files_that_go_while_the_cache_is_seen_to_are_passed_over(tmp_path: Path) -> None:
+    """As the engine's old steps do, which it removes in the background."""
+    root = tmp_path / "root"
+    kept = root / "kept"
+    gone = threading.Event()
+
+    def come_and_go() -> None:
+        step = root / "step"
+        while not gone.is_set():
+            step.mkdir()
+            for name in "abc":
+                (step / name).touch()
+            shutil.rmtree(step)
+
+    root.mkdir()
+    kept.write_bytes(bytes(5000))
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert page_cache.evict([root]) >= 1
+            page_cache.fill([root])
+            assert page_cache.cached_bytes([root]) in (8192, None)
+    finally:
+        gone.set()
+        thread.join()
+    with pytest.raises(FileNotFoundError, match="never"):
+        page_cache.fill([root / "never"])
 
 
 def test_dropping_the_whole_cache_asks_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
