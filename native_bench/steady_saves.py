@@ -1,6 +1,6 @@
 """A job that trains a little and saves, many times, and tells what it and its writer hold.
 
-    python -m tests.helpers.steady_saves ROOT SAVES SNAPSHOT CODEC
+    python -m native_bench.steady_saves ROOT SAVES SNAPSHOT CODEC
 
 One JSON object a line: first with `state` (its bytes) and no save made, then after each save. Memory is in
 bytes.
