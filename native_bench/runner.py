@@ -21,6 +21,7 @@ from native_bench.ground import available_memory, check_space, make_cold, make_h
 from native_bench.limits import LimitError
 from native_bench.mounts import mount_of
 from native_bench.native import Limits
+from native_bench.nursery import Nursery
 from native_bench.peers import make
 from native_bench.peers.base import files_below
 from native_bench.results import NATIVE, CaseResult, Results, System
@@ -81,9 +82,10 @@ def run(plan: Plan, results: Results, say: Report, advance: Callable[[], None] =
     results.versions = versions_of(VERSIONS)
     try:
         with _orderly_end():
-            for case in plan.cases:
-                with work_directory(case, plan.directory) as directory:
-                    _Bench(plan, case, directory, results, say, advance).run()
+            with Nursery() as nursery:
+                for case in plan.cases:
+                    with work_directory(case, plan.directory) as directory:
+                        _Bench(plan, case, directory, results, say, advance, nursery).run()
     except KeyboardInterrupt:
         results.interrupted = True
         raise
@@ -111,9 +113,10 @@ class _Bench:
         results: Results,
         say: Report,
         advance: Callable[[], None],
+        nursery: Nursery,
     ) -> None:
         self.plan, self.case, self.directory = plan, case, directory
-        self.say, self.advance = say, advance
+        self.say, self.advance, self.nursery = say, advance, nursery
         layouts = [cases.layout(case, rank) for rank in range(case.world_size)]
         self.result = CaseResult(
             case=case,
@@ -148,7 +151,7 @@ class _Bench:
                     view.release()
             self._add_limits()
             for name in wanted:
-                self.teams[name] = Team(name, self.case, self.memories)
+                self.teams[name] = Team(name, self.case, self.memories, self.nursery)
             for name in wanted:
                 self._begin(name)
             names = list(self.systems)
@@ -291,7 +294,7 @@ class _Bench:
 
     def _renew(self, name: str, directory: Path) -> bool:
         """New workers for a turn, which have saved once."""
-        self.teams[name] = Team(name, self.case, self.memories)
+        self.teams[name] = Team(name, self.case, self.memories, self.nursery)
         try:
             self.teams[name].wait()
         except TeamError as exc:

@@ -3,21 +3,20 @@ end."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from native_bench.cases import Case
+from native_bench.nursery import Child, Nursery
 from native_bench.worker import Answer, Order, Setup
 
 START_S = 300.0
@@ -39,7 +38,9 @@ class Missing(Exception):
 class Team:
     """One process per rank. After a `TeamError` or `Missing` its processes are gone."""
 
-    def __init__(self, system: str, case: Case, memories: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, system: str, case: Case, memories: Sequence[tuple[int, int]], nursery: Nursery
+    ) -> None:
         """Start them, so that they import what they need while others do; `wait` before ordering anything.
 
         memories: each rank's descriptors of state and target.
@@ -47,12 +48,9 @@ class Team:
         self.system = system
         port = _free_port()
         self._logs = [tempfile.TemporaryFile() for _ in memories]  # noqa: SIM115  closed in `kill`
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Child] = []
         self._dismissed = False
         self._buffers = [b""] * len(memories)
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1", "JAX_PLATFORMS": "cpu"}
         threads = max(1, len(os.sched_getaffinity(0)) // len(memories))
         try:
             for rank, (state_fd, target_fd) in enumerate(memories):
@@ -65,18 +63,7 @@ class Team:
                     target_fd=target_fd,
                     threads=threads,
                 )
-                command = [sys.executable, "-W", "ignore", "-m", "native_bench.worker"]
-                self._processes.append(
-                    subprocess.Popen(
-                        [*command, msgspec.json.encode(setup).decode()],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=self._logs[rank],
-                        env=environment,
-                        pass_fds=(state_fd, target_fd),
-                        start_new_session=True,  # so that helpers it started can be ended with it
-                    )
-                )
+                self._processes.append(nursery.start(setup, self._logs[rank].fileno()))
         except BaseException:
             self.kill()
             raise
@@ -125,7 +112,6 @@ class Team:
     def _send(self, order: Order) -> None:
         line = msgspec.json.encode(order) + b"\n"
         for process in self._processes:
-            assert process.stdin is not None
             try:
                 process.stdin.write(line)
                 process.stdin.flush()
@@ -147,16 +133,12 @@ class Team:
         deadline = time.monotonic() + GENTLE_S
         for process in self._processes:
             while _signal_session(process.pid, 0) and time.monotonic() < deadline:
-                process.poll()
                 time.sleep(0.02)
             _signal_session(process.pid, signal.SIGKILL)
             process.wait()
             for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    try:
-                        stream.close()
-                    except BrokenPipeError:
-                        pass
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
         for log in self._logs:
             log.close()
         self._processes, self._logs = [], []
@@ -169,7 +151,6 @@ class Team:
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
-                assert process.stdout is not None
                 selector.register(process.stdout, selectors.EVENT_READ, rank)
             while len(answers) + len(problems) < len(self._processes):
                 left = deadline - time.monotonic()

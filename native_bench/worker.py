@@ -1,7 +1,7 @@
 """One system on one rank, in a process of its own: takes orders as JSON lines, answers with seconds.
 
 State and target are memory that the runner made and all workers of a rank map, so that many systems need no
-more of it than one. Not started by hand.
+more of it than one. `native_bench.nursery` starts them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is told when it is started. Descriptors are inherited; `port` is for the ranks to
-    meet."""
+    """What a worker is told when it is started. `port` is for the ranks to meet."""
 
     system: str
     case: cases.Case
@@ -205,12 +204,12 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-def main() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its runner
+def main(setup: Setup) -> None:
+    """Serve orders from descriptor 0 until the last one; answers go to descriptor 1."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives its nursery, nor that its runner
     # Where memory runs out after all, it shall be one of these that is ended, and nobody else's process.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
-    setup = msgspec.json.decode(sys.argv[1], type=Setup)
     # Libraries print; the answers go over a descriptor that they do not know.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -247,7 +246,3 @@ def main() -> None:
     # Some libraries leave threads that would keep the process from ending.
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

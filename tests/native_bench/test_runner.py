@@ -15,6 +15,7 @@ import pytest
 
 from native_bench import ground, runner
 from native_bench.cases import MIB, Case, fill, layout
+from native_bench.nursery import Nursery
 from native_bench.results import CaseResult, Results
 from native_bench.team import Missing, Team, TeamError
 from native_bench.worker import Order
@@ -114,6 +115,12 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "rank 1: died with exit status 7" in str(dying.error)
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as started:
+        yield started
+
+
 @pytest.fixture
 def memory() -> Iterator[tuple[int, int]]:
     extent = layout(TINY, 0).extent
@@ -125,8 +132,10 @@ def memory() -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def test_a_hanging_worker_is_given_up_and_ended(tmp_path: Path, memory: tuple[int, int]) -> None:
-    team = Team(FAKES + "Hanging", TINY, [memory])
+def test_a_hanging_worker_is_given_up_and_ended(
+    tmp_path: Path, memory: tuple[int, int], nursery: Nursery
+) -> None:
+    team = Team(FAKES + "Hanging", TINY, [memory], nursery)
     team.wait()
     (pid,) = (process.pid for process in team._processes)
     with pytest.raises(TeamError, match=r"save: no answer from rank 0 within 0 s"):
@@ -134,8 +143,8 @@ def test_a_hanging_worker_is_given_up_and_ended(tmp_path: Path, memory: tuple[in
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_helpers_of_a_worker_end_with_it(tmp_path: Path, memory: tuple[int, int]) -> None:
-    team = Team(FAKES + "Littering", TINY, [memory])
+def test_helpers_of_a_worker_end_with_it(tmp_path: Path, memory: tuple[int, int], nursery: Nursery) -> None:
+    team = Team(FAKES + "Littering", TINY, [memory], nursery)
     team.wait()
     team.order(Order(do="save", directory=str(tmp_path)), 60)
     helper = (tmp_path / "pid").read_text()
@@ -143,8 +152,8 @@ def test_helpers_of_a_worker_end_with_it(tmp_path: Path, memory: tuple[int, int]
     assert not Path(f"/proc/{helper}").exists() or "Z" in Path(f"/proc/{helper}/stat").read_text()
 
 
-def test_a_missing_system_says_so_when_it_starts(memory: tuple[int, int]) -> None:
-    team = Team(FAKES + "Absent", TINY, [memory])
+def test_a_missing_system_says_so_when_it_starts(memory: tuple[int, int], nursery: Nursery) -> None:
+    team = Team(FAKES + "Absent", TINY, [memory], nursery)
     with pytest.raises(Missing, match="of_all_things"):
         team.wait()
 
@@ -164,8 +173,8 @@ def test_an_interrupted_run_leaves_nothing_but_its_results(tmp_path: Path) -> No
         assert time.monotonic() < deadline
         assert run.poll() is None
         time.sleep(0.05)
-    workers = _children(run.pid)
-    assert workers
+    workers = [pid for child in _children(run.pid) for pid in (child, *_children(child))]
+    assert len(workers) > 1  # the nursery, and those it has started
     run.send_signal(signal.SIGTERM)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130, said
