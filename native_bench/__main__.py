@@ -1,23 +1,20 @@
-"""`python -m native_bench run | report | guard`: compare, show, and watch over the engine's speed."""
+"""`python -m native_bench run | report | guard`: measure, show, and watch over the engine's speed."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
-from native_bench import cases, guard, plots, report, results, runner
+from native_bench import cases, guard, more, plots, readme, report, results, runner
 from native_bench.peers import BASE, MEASURED_ELSEWHERE, SYSTEMS
 from native_bench.results import Results
-from native_bench.targets import Target
 
 DOCUMENT = Path("docs/benchmarks.md")
+README = Path("README.md")
 ALL = tuple(name for name in SYSTEMS if name not in MEASURED_ELSEWHERE)
 IMAGES = Path("docs/img")
 
@@ -31,27 +28,29 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="small sizes: shows that all of it works, not how fast"
     )
     run.add_argument("--base", action="store_true", help="only systems that need no packages of their own")
-    run.add_argument("--cases", type=_names, help="comma-separated, of: large, small, two-ranks, tmpfs")
+    run.add_argument(
+        "--cases",
+        type=_names,
+        help=f"comma-separated, of: {', '.join(case.name for case in cases.FULL)} (the comparison); "
+        f"{', '.join(more.PARTS)} (default: all; quick: the comparison)",
+    )
     run.add_argument("--systems", type=_names, help=f"comma-separated, of: {', '.join(SYSTEMS)}")
-    run.add_argument("--rounds", type=int, help="how often each system is measured (5; quick: 2)")
+    run.add_argument("--rounds", type=int, help="how often each system is measured (5; quick: 1)")
     run.add_argument("--dir", type=Path, default=Path("."), help="where the checkpoints go (default: here)")
     run.add_argument("--out", type=Path, default=Path("bench-results"), help="where the results go")
+    run.add_argument("--add", action="store_true", help="keep what is there of other cases")
     run.add_argument("--deadline", type=float, default=120.0, help="seconds for one save or restore of a GiB")
     run.add_argument("--no-limits", action="store_true", help="without the native programs")
     run.set_defaults(do=_run)
 
     show = commands.add_parser("report", help="write tables and pictures of a run into a document")
-    show.add_argument("results", type=Path, help="the results.json of a run")
+    show.add_argument("results", type=Path, help="the results.json of a run; beside it, its other parts")
     show.add_argument(
         "--document", type=Path, default=DOCUMENT, help=f"default: {DOCUMENT}; -: print the tables"
     )
     show.add_argument("--images", type=Path, default=IMAGES, help=f"default: {IMAGES}")
     show.add_argument(
-        "--more",
-        type=Path,
-        nargs="*",
-        default=[],
-        help='targets measured elsewhere: JSON lists of {"figure", "measured", "target", "met"}',
+        "--readme", type=Path, help=f"where the first figures go, too (default: {README}, with {DOCUMENT})"
     )
     show.set_defaults(do=_report)
 
@@ -77,36 +76,59 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     plan = _plan(given)
+    parts = _parts(given)
     measured = runner.new_results(plan.mode)
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / "results.json"
+    if path.exists() and (given.add or not plan.cases):
+        before = results.read(str(path))
+        before.cases = [
+            case for case in before.cases if all(case.case.name != now.name for now in plan.cases)
+        ]
+        if plan.cases:
+            measured.cases, measured.seconds = before.cases, before.seconds
+        else:
+            measured = before
+    errors: list[str] = []
     try:
-        _measure(plan, measured)
+        with _progress(runner.steps(plan) + _steps(parts)) as (say, advance):
+            try:
+                if plan.cases:
+                    runner.run(plan, measured, say, advance, keep=lambda: results.write(measured, str(path)))
+            finally:
+                errors += measured.errors
+            for name in parts:
+                section = more.run(name, given.dir, given.out / f"{name}.json", quick=given.quick, say=say)
+                errors += [f"{name}: {section.error}"] if section.error else []
+                for _ in range(_steps([name])):
+                    advance()
     finally:
-        if measured.cases:
-            results.write(measured, str(path))
+        if measured.cases or parts:
             images = {name: image.name for name, image in plots.draw(measured, given.out).items()}
-            (given.out / "report.md").write_text(report.render(measured, images=images))
-            print(f"{path} and {given.out / 'report.md'} written", file=sys.stderr)
-    for error in measured.errors:
+            text = report.render(measured, images=images, sections=more.found(given.out))
+            (given.out / "report.md").write_text(text)
+            print(f"{given.out / 'report.md'} written", file=sys.stderr)
+    for error in errors:
         print(f"failed: {error}", file=sys.stderr)
     # What is not installed is no failure; what is, and saved or restored wrongly, is.
-    return 1 if measured.errors else 0
+    return 1 if errors else 0
 
 
 def _report(given: argparse.Namespace) -> int:
     measured = results.read(str(given.results))
-    more = [
-        target for path in given.more for target in msgspec.json.decode(path.read_bytes(), type=list[Target])
-    ]
+    sections = more.found(given.results.parent)
     if str(given.document) == "-":
-        print(report.render(measured, more=more), end="")
+        print(report.render(measured, sections=sections), end="")
         return 0
     drawn = plots.draw(measured, given.images)
     given.document.parent.mkdir(parents=True, exist_ok=True)
     images = {name: str(_relative(path, given.document.parent)) for name, path in drawn.items()}
-    report.update(given.document, report.render(measured, images=images, more=more))
+    report.update(given.document, report.render(measured, images=images, sections=sections))
     print(f"{given.document} written", file=sys.stderr)
+    page = given.readme or (README if given.document == DOCUMENT else None)
+    if page is not None:
+        page.write_text(readme.insert(page.read_text(), readme.figures(given.document.read_text())))
+        print(f"{page} written", file=sys.stderr)
     return 0
 
 
@@ -146,21 +168,35 @@ def _plan(given: argparse.Namespace) -> runner.Plan:
     systems = given.systems or (BASE if given.base else ALL)
     if unknown := [name for name in systems if name not in SYSTEMS and ":" not in name]:
         raise ValueError(f"unknown system {unknown[0]!r}; there are {', '.join(SYSTEMS)}")
-    names = given.cases or tuple(case.name for case in table)
-    if unknown := [name for name in names if all(case.name != name for case in table)]:
-        raise ValueError(f"unknown case {unknown[0]!r}; there are {', '.join(case.name for case in table)}")
-    plan = runner.Plan(
+    known = [*(case.name for case in table), *more.PARTS]
+    names = given.cases or known
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"unknown case {unknown[0]!r}; there are {', '.join(known)}")
+    rounds = (1 if given.quick else 5) if given.rounds is None else given.rounds
+    if rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, not {rounds}")
+    return runner.Plan(
         mode="quick" if given.quick else "full",
         cases=tuple(case for case in table if case.name in names),
         systems=tuple(systems),
         directory=given.dir,
-        rounds=given.rounds or (2 if given.quick else 5),
+        rounds=rounds,
         deadline_s=given.deadline,
         limits=not given.no_limits,
+        warm=not given.quick,
     )
-    if plan.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, not {plan.rounds}")
-    return replace(plan, slow_rounds=min(plan.slow_rounds, plan.rounds))
+
+
+def _parts(given: argparse.Namespace) -> list[str]:
+    """What is measured beside the comparison: all of it, unless only some cases or systems are asked for."""
+    if given.cases:
+        return [name for name in more.PARTS if name in given.cases]
+    return [] if given.quick or given.systems else list(more.PARTS)
+
+
+def _steps(parts: Iterable[str]) -> int:
+    """In turns of a system, of some seconds each."""
+    return sum(round(more.PARTS[name].typical_s / 5) for name in parts)
 
 
 def _measure(plan: runner.Plan, into: Results) -> Results:
@@ -180,9 +216,17 @@ def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], 
         )
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    with Progress(console=Console(stderr=True)) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("about"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=300) as bar:
         task = bar.add_task("starting", total=total)
 
         def say(text: str) -> None:

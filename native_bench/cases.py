@@ -91,6 +91,10 @@ FULL = (
     ),
 )
 
+
+_ALIKE = ("engine-unverified", "torch-mmap", "dcp-2", "nvrx")
+"""What a quick run need not see again: the first case has them."""
+
 QUICK = (
     Case(name="large", title="One rank, 64 MiB in 117 tensors", kind="model", nbytes=64 * MIB, count=117),
     Case(
@@ -99,7 +103,7 @@ QUICK = (
         kind="small",
         nbytes=0,
         count=500,
-        without=_VARIANTS,
+        without=(*_VARIANTS, *_ALIKE),
     ),
     Case(
         name="two-ranks",
@@ -108,6 +112,19 @@ QUICK = (
         nbytes=32 * MIB,
         count=117,
         world_size=2,
+        without=(
+            "engine-zstd",
+            "engine-auto",
+            "engine-unverified",
+            "raw",
+            "safetensors",
+            "torch-mmap",
+            "dcp-2",
+            "dcp-async-thread",
+            "dcp-async-process",
+            "dcp-async-stager",
+            "nvrx-writer",
+        ),
     ),
     Case(
         name="tmpfs",
@@ -116,7 +133,7 @@ QUICK = (
         nbytes=32 * MIB,
         count=117,
         place="tmpfs",
-        without=_VARIANTS,
+        without=(*_VARIANTS, *_ALIKE, "safetensors", "torch"),
     ),
 )
 

@@ -56,10 +56,13 @@ Report = Callable[[str], None]
 class Plan:
     """What to measure.
 
-    rounds: of every system; slow ones stop earlier (`slow_rounds`, once they took `slow_factor` times as long
-    as the engine; or after a round that took `round_s`), and the report shows how often each was measured.
+    rounds: of every system. The slower it is, the earlier it stops: when its rounds have taken `patience`
+    times as long as one of the engine's, or one round took `round_s`; those in `named` have at least
+    `named_rounds`. The report shows how often each was measured.
     deadline_s: for one save or restore of a GiB, and at least for one of anything; a system that needs longer
     has failed.
+    warm: systems have an untimed turn first, in which memory is made, and restores are checked for which
+    another system's are timed; without it only the engine has one.
     """
 
     mode: str
@@ -67,17 +70,25 @@ class Plan:
     systems: tuple[str, ...]
     directory: Path
     rounds: int = 5
-    slow_rounds: int = 3
-    slow_factor: float = 4.0
+    patience: float = 12.0
+    named: tuple[str, ...] = ("dcp-1", "dcp-2", "nvrx")
+    named_rounds: int = 3
     round_s: float = 45.0
     deadline_s: float = 120.0
     limits: bool = True
+    warm: bool = True
 
 
-def run(plan: Plan, results: Results, say: Report, advance: Callable[[], None] = lambda: None) -> None:
-    """Fill `results`, case by case. Whatever happens, processes are ended and files removed before it
-    returns."""
-    start = time.monotonic()
+def run(
+    plan: Plan,
+    results: Results,
+    say: Report,
+    advance: Callable[[], None] = lambda: None,
+    keep: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill `results`, case by case; `keep` is called after each, and whenever it ends. Whatever happens,
+    processes are ended and files removed before it returns."""
+    start = time.monotonic() - results.seconds
     results.machine = _plain(condition_of(plan.directory).to_json())
     results.versions = versions_of(VERSIONS)
     try:
@@ -86,11 +97,15 @@ def run(plan: Plan, results: Results, say: Report, advance: Callable[[], None] =
                 for case in plan.cases:
                     with work_directory(case, plan.directory) as directory:
                         _Bench(plan, case, directory, results, say, advance, nursery).run()
+                    results.seconds = time.monotonic() - start
+                    keep()
     except KeyboardInterrupt:
         results.interrupted = True
         raise
     finally:
         results.seconds = time.monotonic() - start
+        if results.cases:
+            keep()
 
 
 def new_results(mode: str) -> Results:
@@ -130,6 +145,7 @@ class _Bench:
         self.memories: list[tuple[int, int]] = []
         self.teams: dict[str, Team] = {}
         self.fresh: set[str] = set()
+        self.checked: set[str] = set()
         self.systems: dict[str, System] = {}
         self.last_round: dict[str, float] = {}
         self.step = 0
@@ -221,7 +237,7 @@ class _Bench:
         )
         self.systems[name] = system
         self.result.systems.append(system)
-        if not self._source(name):
+        if not self._source(name) and (self.plan.warm or name.startswith("engine")):
             began = time.monotonic()
             self._turn(name, timed=False)
             self.last_round[name] = time.monotonic() - began
@@ -243,7 +259,8 @@ class _Bench:
             system.note = f"stopped after {rounds}: a round took {self.last_round[name]:.0f} s"
             return False
         own, engines = self._timed(name, beside=name), self._timed("engine", beside=name)
-        if engines and rounds >= self.plan.slow_rounds and own > self.plan.slow_factor * engines:
+        least = self.plan.named_rounds if name in self.plan.named else 1
+        if engines and rounds >= least and rounds * own > self.plan.patience * engines:
             system.note = f"stopped after {rounds}: {own / engines:.0f} × the engine's time"
             return False
         return True
@@ -308,8 +325,9 @@ class _Bench:
     def _restores(self, name: str, root: Path, directory: Path, timed: bool) -> None:
         """The system's own restores and, beside them on the same files, those of others that read them."""
         own = self.systems[name]
-        if own.restores_like and own.restores_like in self.systems and timed:
+        if own.restores_like and own.restores_like in self.systems and name in self.checked:
             return
+        self.checked.add(name)
         readers = [name] + [other for other in self.systems if timed and self._reads(other, name)]
         # Whoever is first after a save might find the disk still busy: it is not always the same.
         shift = self.round % len(readers)

@@ -7,12 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from native_bench import guard, plots, report, results
+from native_bench import guard, plots, readme, report, results, sections
 from native_bench.__main__ import main
 from native_bench.cases import GIB, Case
 from native_bench.guard import Baseline
 from native_bench.results import NATIVE, CaseResult, Results, System
-from native_bench.targets import Target, overhead_s, targets
+from native_bench.sections import Section, Table
+from native_bench.targets import REPORTED, Target, overhead_s, targets
+
+ROOT = Path(__file__).parents[2]
 
 
 def system(name: str, **figures: float | list[float]) -> System:
@@ -92,6 +95,35 @@ def test_targets_are_held_against_the_right_figures() -> None:
     assert found["save, beside stock NVRx"].met
 
 
+def test_a_target_beyond_the_limit_of_the_machine_says_so() -> None:
+    measured = made_up(restore_cold_s=1.2, save_s=1.1)
+    found = by_figure(targets(measured))
+    # 2.5 x the 2.6 s of dcp-1 is 1.04 s, which the machine's 0.96 s allow.
+    assert found["restore cold, beside DCP"] == Target(
+        "restore cold, beside DCP", "2.17 × dcp-1", "≥ 2.5 ×", False
+    )
+    measured.cases[0].systems[0].samples["restore_cold_s"] = [1.1] * 5
+    short = by_figure(targets(measured))["restore cold, beside DCP"]
+    assert (short.met, short.note) == (False, "the limit itself is 2.36 × dcp-1")
+    assert "| **short** | the limit itself is 2.36 × dcp-1 |" in report.render(measured)
+    # Whatever was faster is the limit, with native programs or without.
+    measured.cases[0].systems.append(system("raw", restore_cold_s=1.0))
+    assert by_figure(targets(measured))["restore cold, beside DCP"].note == ""
+
+
+def test_two_ranks_are_held_against_the_same_limits_and_the_fastest_peer() -> None:
+    measured = made_up()
+    measured.cases[0].case = msgspec.structs.replace(measured.cases[0].case, name="two-ranks", world_size=2)
+    found = by_figure(targets(measured))
+    assert found["two ranks, stall, copied snapshot"].measured == "1.00 × native memcpy"
+    assert found["two ranks, save"].measured == "0.90 × native"
+    assert found["two ranks, restore cold"].measured == "0.96 × native"
+    assert found["two ranks, restore hot, digests checked"].measured == "0.80 × native memcpy"
+    assert found["two ranks, save, beside the fastest peer that fsyncs"].measured == "3.10 × dcp-1"
+    assert found["two ranks, restore hot, beside the fastest peer"].measured == "5.20 × dcp-1"
+    assert len(found) == len([name for name in found if name.startswith(("two ranks", "small"))])
+
+
 def test_a_target_that_is_missed_is_short() -> None:
     found = by_figure(targets(made_up(stall_s=0.3, restore_cold_s=1.1)))
     assert found["stall, copied snapshot"].met is False
@@ -165,15 +197,51 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
         results.read(str(path))
 
 
-def test_the_report_command_writes_document_and_pictures(tmp_path: Path) -> None:
+def elsewhere() -> Section:
+    return Section(
+        name="growth",
+        title="What grows",
+        text=["How."],
+        tables=[Table(head=["", "value"], rows=[["a | b", "3"]])],
+        targets=[Target("elsewhere", "3", "4", False), Target("told", "5", REPORTED, None)],
+        started="2026-01-02T04:00:00+00:00",
+        seconds=60.0,
+    )
+
+
+def test_what_was_measured_beside_the_comparison_is_in_the_report() -> None:
+    text = report.render(made_up(), sections=[elsewhere()])
+    assert "| elsewhere | 3 | 4 | **short** |  |" in text
+    assert "| told | 5 | reported | – |  |" in text
+    assert "## What grows\n\nHow.\n\n|  | value |\n| --- | ---: |\n| a | b | 3 |" in text
+    assert "Measured on" not in text
+    assert "2 not measured" in text  # the engine overlapping, and without digests: `told` is no target
+    other = elsewhere()
+    other.started, other.targets, other.error = "2026-01-03T04:00:00+00:00", [], "no memory"
+    text = report.render(made_up(), sections=[other])
+    assert "Measured on 2026-01-03." in text
+    assert "| What grows | failed: no memory | – | – |  |" in text
+
+
+def test_the_report_command_writes_document_pictures_and_readme(tmp_path: Path) -> None:
     path, document = tmp_path / "results.json", tmp_path / "docs" / "benchmarks.md"
-    results.write(made_up(), str(path))
-    more = tmp_path / "more.json"
-    more.write_text('[{"figure": "elsewhere", "measured": "3", "target": "4", "met": false}]')
-    arguments = ["--document", str(document), "--images", str(tmp_path / "docs" / "img"), "--more", str(more)]
-    assert main(["report", str(path), *arguments]) == 0
+    measured = made_up()
+    measured.cases[0].case = msgspec.structs.replace(measured.cases[0].case, title="One rank, 2 GiB")
+    measured.cases[0].systems[1].title = readme.ENGINE
+    results.write(measured, str(path))
+    sections.write(elsewhere(), tmp_path / "growth.json")
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{readme.BEGIN}\nstale\n{readme.END}\nafter\n")
+    arguments = ["--document", str(document), "--images", str(tmp_path / "docs" / "img")]
+    assert main(["report", str(path), *arguments, "--readme", str(page)]) == 0
     text = document.read_text()
     assert "| elsewhere | 3 | 4 | **short** |" in text
+    shown = page.read_text()
+    assert shown.startswith("before\n")
+    assert shown.endswith("after\n")
+    assert "stale" not in shown
+    assert f"| {readme.ENGINE} | 0.200 | 1.00 | 1.00 | 0.250 |" in shown
+    assert "some CPU, 2 cores" in shown
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -181,6 +249,15 @@ def test_the_report_command_writes_document_and_pictures(tmp_path: Path) -> None
     else:
         assert "](img/large.svg)" in text
         assert 0 < (tmp_path / "docs" / "img" / "large.svg").stat().st_size < 200_000
+
+
+def test_the_figures_of_the_readme_are_those_of_the_document() -> None:
+    page, document = (ROOT / "README.md").read_text(), (ROOT / "docs" / "benchmarks.md").read_text()
+    assert readme.insert(page, readme.figures(document)) == page, "run `make bench-report`"
+    with pytest.raises(ValueError, match="has no line"):
+        readme.insert("# no markers", "figures")
+    with pytest.raises(ValueError, match="make bench"):
+        readme.figures("# no tables")
 
 
 def test_pictures_are_the_same_each_time(tmp_path: Path) -> None:

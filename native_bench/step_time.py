@@ -1,0 +1,164 @@
+"""How much longer do training steps take while a save is under way? A decoder trains for real, on all cores.
+
+Blocks of a few steps, without a save, with one that copies first, and with one that overlaps, in rotated
+order. A save is requested before the first step of its block; what it costs is what its block takes longer,
+the call included, than a block without a save.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import ckptengine as ck
+from native_bench.sections import Section, Table
+from native_bench.targets import REPORTED, Target
+from trainer.config import ModelConfig
+from trainer.data import Loader, read_corpus
+from trainer.model import ByteLlama
+
+MIB = 1 << 20
+MODES = ("none", "copy", "overlap")
+STEPS = 4
+"""Of a block: the save of the first one is committed before the last."""
+ROUNDS = 7
+TITLES = {"none": "no save", "copy": "copied snapshot", "overlap": "overlap"}
+
+
+def section(directory: Path, quick: bool) -> Section:
+    if quick:
+        model, batch, rounds = ModelConfig(dim=64, n_layers=2, ffn_dim=128), 1, 1
+    else:
+        model, batch, rounds = (
+            ModelConfig(dim=768, n_layers=8, n_heads=8, n_kv_heads=8, ffn_dim=2112),
+            2,
+            ROUNDS,
+        )
+    training = Training(model, batch)
+    samples: dict[str, list[float]] = {}
+    root = Path(tempfile.mkdtemp(prefix="native-bench-steps-", dir=directory))
+    try:
+        with ck.Checkpointer(root / "copy", config=ck.Config(keep_last=1)) as copying:
+            with ck.Checkpointer(
+                root / "overlap", config=ck.Config(keep_last=1, snapshot="overlap")
+            ) as overlapping:
+                savers = {"none": None, "copy": copying, "overlap": overlapping}
+                for number in range(rounds + 1):
+                    for i in range(len(MODES)):
+                        mode = MODES[(i + number) % len(MODES)]
+                        figures = _block(training, savers[mode], number)
+                        if number:  # the first makes arenas, writers, and what torch allocates once
+                            for figure, value in figures.items():
+                                samples.setdefault(f"{mode}.{figure}", []).extend(value)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return _section(training, samples, rounds)
+
+
+class Training:
+    """`step` is one step of the optimizer on one batch."""
+
+    def __init__(self, config: ModelConfig, batch: int) -> None:
+        torch.manual_seed(0)
+        self._model = ByteLlama(config)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._loader = Loader(read_corpus(4 * MIB), seq_len=config.seq_len, batch_size=batch)
+        self.tokens = batch * config.seq_len
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self.step()  # makes the moments
+        self.state: dict[str, Any] = {"train": ck.training_state(self._model, self._optimizer)}
+        self.nbytes = 3 * sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def step(self) -> None:
+        inputs, targets = self._loader.next_batch()
+        F.cross_entropy(self._model(inputs).flatten(0, 1), targets.flatten()).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _block(training: Training, saver: ck.Checkpointer | None, number: int) -> dict[str, list[float]]:
+    began = time.perf_counter()
+    handle = saver.async_save(number, training.state) if saver is not None else None
+    called = time.perf_counter()
+    beside, apart = [], []
+    for _ in range(STEPS):
+        busy = handle is not None and not handle.done()
+        seconds = _timed(training.step)
+        (beside if busy else apart).append(seconds)
+    whole = time.perf_counter() - began
+    found = {"block_s": [whole], "beside_s": beside, "apart_s": apart}
+    if handle is not None:
+        handle.result()
+        times = handle.times
+        found |= {
+            "call_s": [called - began],
+            "save_s": [times.committed - times.requested],
+            "waited_s": [times.waited_s],
+        }
+    return found
+
+
+def _timed(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _section(training: Training, samples: dict[str, list[float]], rounds: int) -> Section:
+    middle = {name: median(values) for name, values in samples.items() if values}
+    alone, block = middle["none.apart_s"], middle["none.block_s"]
+    rows = []
+    targets = []
+    for mode in MODES:
+        if mode == "none":
+            rows.append([TITLES[mode], "–", f"{alone:.3f}", "1.00", "–", "–", "–", str(rounds)])
+            continue
+        beside, added = middle[f"{mode}.beside_s"], middle[f"{mode}.block_s"] - block
+        rows.append(
+            [
+                TITLES[mode],
+                f"{1e3 * middle[f'{mode}.call_s']:.1f}",
+                f"{beside:.3f}",
+                f"{beside / alone:.2f}",
+                f"{1e3 * middle[f'{mode}.waited_s']:.1f}",
+                f"{added:.3f}",
+                f"{middle[f'{mode}.save_s']:.2f}",
+                str(rounds),
+            ]
+        )
+        targets.append(
+            Target(
+                f"step time beside a save, {TITLES[mode]}",
+                f"{beside / alone:.2f} × a step without; {added:.2f} s more per save",
+                REPORTED,
+                None,
+            )
+        )
+    head = [
+        "",
+        "call ms",
+        "step with a save in flight s",
+        "× a step without",
+        "optimizer waited ms",
+        "a save adds s",
+        "requested to committed s",
+        "n",
+    ]
+    text = [
+        f"A decoder with {training.parameters / 1e6:.0f} million parameters and AdamW "
+        f"({training.nbytes / MIB:,.0f} MiB of float32) trains on {training.tokens} tokens a step, on all "
+        "cores, which the writer has to share. Saves go to the same file system as in the comparison. "
+        f"*A save adds*: what {STEPS} steps and the call that came before them take longer than {STEPS} "
+        "steps without a save. All figures are medians."
+    ]
+    return Section(
+        name="", title="", text=text, tables=[Table(head=head, rows=rows)], targets=targets, samples=samples
+    )

@@ -1,0 +1,93 @@
+"""What is measured beside the comparison: each part comes to tables and targets; what fails, fails alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptengine.write.methods import History
+from native_bench import more, sections
+from native_bench.memory import growth
+from native_bench.slow_device import Device, Shard
+
+
+@pytest.mark.parametrize("name", ["step-time", "codecs", "slow-device", "growth"])
+def test_every_part_comes_to_tables_and_targets(tmp_path: Path, name: str) -> None:
+    section = more.run(name, tmp_path, tmp_path / "section.json", quick=True)
+    assert section.error is None
+    assert section.tables
+    assert all(len(row) == len(table.head) for table in section.tables for row in table.rows)
+    assert section.targets
+    assert section.started
+    assert section.seconds > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["section.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_memory_comes_to_tables_and_targets(tmp_path: Path) -> None:
+    section = more.run("memory", tmp_path, tmp_path / "section.json", quick=True)
+    assert section.error is None
+    assert [target.met for target in section.targets] == [True] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["section.json"]
+
+
+def test_growth_is_that_of_the_least_of_each_window() -> None:
+    def line(nbytes: int, fds: int) -> dict[str, object]:
+        process = {"anonymous": nbytes, "shared": 0, "fds": fds, "threads": 3, "shm": 0}
+        return {"trainer": process, "writer": process, "arenas": 0}
+
+    held = [
+        line(0, 0),
+        line(9 << 20, 9),
+        line(1 << 20, 5),
+        line(8 << 20, 6),
+        line(4 << 20, 5),
+        line(9 << 20, 7),
+    ]
+    of = {one.what: one for one in growth(held, warm=2, window=2) if one.process == "writer"}
+    assert (of["anonymous"].then, of["anonymous"].now, of["anonymous"].flat) == (1 << 20, 4 << 20, False)
+    assert (of["fds"].then, of["fds"].now, of["fds"].flat) == (5, 5, True)
+
+
+def test_a_slow_device_takes_its_time_and_gets_the_right_bytes(tmp_path: Path) -> None:
+    shard = Shard(4 << 20)
+    seconds = shard.write(Device(40 << 20), tmp_path / "raw", "raw", History())
+    assert seconds > len(shard.data) / (40 << 20)
+    assert shard.check(tmp_path / "raw") == (0.0, pytest.approx(1.0, rel=0.01))
+    shard.write(Device(40 << 20), tmp_path / "zstd", "zstd", History())
+    packed, ratio = shard.check(tmp_path / "zstd")
+    assert packed == 1.0
+    assert ratio > 1.1
+    shard.data[5] ^= 1
+    with pytest.raises(AssertionError, match="came back as something else"):
+        shard.check(tmp_path / "raw")
+
+
+def test_a_part_that_fails_or_hangs_is_an_error_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(more.sys, "executable", str(tmp_path / "python"))
+    path = tmp_path / "out.json"
+    said: list[str] = []
+    for script, deadline_s, error in (
+        ("echo the reason >&2; exit 3", 60.0, "the reason"),
+        (f"sleep 3600 & echo $! > {tmp_path}/pid; wait", 1.0, "not done after 1 s"),
+    ):
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "python").chmod(0o755)
+        part = more.Part("A part", "nowhere", 1, deadline_s)
+        monkeypatch.setitem(more.PARTS, "fake", part)
+        section = more.run("fake", tmp_path, path, quick=True, say=said.append)
+        assert section == sections.read(path)
+        assert section.error == error
+        assert said[-1] == f"fake failed: {error}"
+    helper = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    assert not helper.exists() or helper.read_text().split()[2] == "Z"
+
+
+def test_other_files_are_no_sections(tmp_path: Path) -> None:
+    (tmp_path / "growth.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"growth\.json is no section"):
+        more.found(tmp_path)
