@@ -82,15 +82,15 @@ $(BENCH_STAMP): $(STAMP)
 	@touch $@
 
 .PHONY: bench
-bench: $(BENCH_STAMP) ## compare the engine with limits and peers (half an hour and more, 8 GiB of disk, 20 GiB of memory)
+bench: $(BENCH_STAMP) ## measure everything, beside limits and peers (half an hour, 8 GiB of disk, 20 GiB of memory)
 	@$(BENCH_VENV)/bin/python -m native_bench run --dir $(BENCH_DIR) $(BENCH_ARGS)
 
 .PHONY: bench-report
-bench-report: $(BENCH_STAMP) ## put the last `make bench` into docs/benchmarks.md
+bench-report: $(BENCH_STAMP) ## put the last `make bench` into docs/benchmarks.md and README.md
 	@$(BENCH_VENV)/bin/python -m native_bench report bench-results/results.json
 
 .PHONY: bench-quick
-bench-quick: $(STAMP) ## the same at small sizes, with the peers at hand: is all of it right? (a few minutes)
+bench-quick: $(STAMP) ## the same at small sizes, with the peers at hand: is all of it right? (about a minute)
 	@$(BIN)/python -m native_bench run --quick --base --dir $(BENCH_DIR) --out bench-results/quick $(BENCH_ARGS)
 
 .PHONY: bench-guard
