@@ -170,7 +170,7 @@ class _Case:
         self._memory = [memoryview(bytearray(block.nbytes)) for _ in range(2 * max(THREADS))]
         self._seconds: dict[tuple[str, int], list[float]] = {}
         self._core_seconds: dict[str, list[float]] = {}
-        self._stored = self._pack(0)
+        self._stored = bytes(self._pack(0))
 
     def run(self, threads: int) -> None:
         works: tuple[tuple[str, Callable[[int], object]], ...] = (
@@ -200,16 +200,18 @@ class _Case:
             nbytes / median(self._core_seconds["decompress"]),
         )
 
-    def _pack(self, i: int) -> bytes:
-        source = self._block
-        if self._size > 1:
-            source = self._memory[2 * i]
-            planes.split(self._block, self._size, source)
-        return zstd.compress(source, self._level) or bytes(source)
+    def _pack(self, i: int) -> memoryview:
+        out, nbytes = self._memory[2 * i], len(self._block)
+        pieces = [self._block] if self._size == 1 else planes.pieces(self._block, self._size)
+        packed = zstd.compress_into(out, pieces, nbytes, self._level)
+        return self._block if packed is None else out[:packed]
 
     def _unpack(self, i: int) -> None:
         out, stored = self._memory[2 * i + 1], self._stored
-        plain = stored if len(stored) == len(out) else zstd.decompress(stored, len(out))
+        if len(stored) == len(out):
+            out[:] = stored
+            return
+        plain = zstd.decompress(stored, len(out))
         if self._size > 1:
             planes.join(plain, self._size, out)
         else:

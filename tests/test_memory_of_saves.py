@@ -19,8 +19,8 @@ def check(held: Held, codec: str, *, warm: int, window: int) -> None:
         )
     assert arenas(held) <= held[0]["state"] * 1.01 + 4 * MIB, "one save at a time needs one arena"
     config = Config()
-    # To compress, each thread has a block as it becomes and as it is written.
-    buffers = 0 if codec == "raw" else 2 * config.io_threads * config.block_nbytes
+    # Each thread that compresses has a block as it is written.
+    buffers = 0 if codec == "raw" else config.io_threads * config.block_nbytes
     assert beside_arena(held) <= BESIDE_ARENA_NBYTES + buffers
 
 

@@ -8,18 +8,16 @@ from ckptengine.format.blocks import PLANES, ZSTD
 _SIZES = {method: size for size, method in PLANES.items()}
 
 
-def pack(block: memoryview, method: str, level: int, scratch: memoryview) -> bytes | None:
-    """The block as it is to be stored by `method`; None if it should be stored as it is.
+def pack_into(out: memoryview, block: memoryview, method: str, level: int) -> int | None:
+    """Put the block into `out` as it is to be stored by `method`, and return how many bytes that are; None if
+    it should be stored as it is.
 
-    `level` is for whole blocks: byte planes have none. `scratch`, at least as long as the block, is where the
-    planes are put.
+    `level` is for whole blocks: byte planes have none.
     """
     size = _SIZES.get(method)
     if size is not None:
-        cut = scratch[: len(block)]
-        planes.split(block, size, cut)
-        return zstd.compress(cut, None)
-    return zstd.compress(block, level) if method == ZSTD else None
+        return zstd.compress_into(out, planes.pieces(block, size), len(block), None)
+    return zstd.compress_into(out, [block], len(block), level) if method == ZSTD else None
 
 
 def unpack_into(stored: memoryview, method: str, out: memoryview) -> None:

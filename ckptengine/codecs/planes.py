@@ -11,9 +11,11 @@ docs/design/performance.md.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
 Buffer = bytes | bytearray | memoryview
@@ -22,33 +24,38 @@ _WORDS = {2: "<u2", 4: "<u4"}
 _TILE_NBYTES = 512 << 10
 
 
-def split(block: Buffer, size: int, out: Buffer) -> None:
-    """Fill `out`, of the same length, with the planes of elements of `size` (2, 4 or 8) bytes."""
+def pieces(block: Buffer, size: int) -> Iterator[memoryview]:
+    """The planes of elements of `size` (2, 4 or 8) bytes, from the first byte to the last, piece by piece.
+    Each piece is good until the next is asked for."""
     import numpy as np
 
-    elements, planes = _arrays(block, out, size)
+    elements = _elements(block, size)
     word = _WORDS.get(size)
-    if word is None:
-        for p in range(size):
-            np.copyto(planes[p], elements[:, p])
-        return
-    words = elements.reshape(-1).view(word)
-    tile = _TILE_NBYTES // size
-    shifted = np.empty(min(tile, len(words)), word)
-    for at in range(0, len(words), tile):
-        source = words[at : at + tile]
-        high = shifted[: len(source)]
-        np.copyto(planes[0, at : at + tile], source, casting="unsafe")
-        for p in range(1, size):
-            np.right_shift(source, 8 * p, out=high)
-            np.copyto(planes[p, at : at + tile], high, casting="unsafe")
+    words = None if word is None else elements.reshape(-1).view(word)
+    tile = max(1, min(_TILE_NBYTES // size, len(elements)))
+    narrow = np.empty(tile, np.uint8)
+    shifted = None if word is None else np.empty(tile, word)
+    for p in range(size):
+        for at in range(0, len(elements), tile):
+            piece = narrow[: len(elements) - at]
+            if words is None or shifted is None:
+                np.copyto(piece, elements[at : at + tile, p])
+            else:
+                high = shifted[: len(piece)]
+                np.right_shift(words[at : at + tile], 8 * p, out=high)
+                np.copyto(piece, high, casting="unsafe")
+            yield piece.data
 
 
 def join(planes: Buffer, size: int, out: Buffer) -> None:
     """Fill `out` with the block whose planes these are."""
     import numpy as np
 
-    elements, parts = _arrays(out, planes, size)
+    elements = _elements(out, size)
+    parts = np.frombuffer(planes, np.uint8)
+    if parts.size != elements.size:
+        raise ValueError(f"planes of {parts.size} bytes, for a block of {elements.size}")
+    parts = parts.reshape(size, -1)
     word = _WORDS.get(size)
     if word is None:
         for p in range(size):
@@ -64,11 +71,11 @@ def join(planes: Buffer, size: int, out: Buffer) -> None:
             np.bitwise_or(target, parts[p, at : at + tile], out=target)
 
 
-def _arrays(block: Buffer, planes: Buffer, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Views of (elements, bytes) and of (planes, elements)."""
+def _elements(block: Buffer, size: int) -> npt.NDArray[np.uint8]:
+    """A view of (elements, bytes)."""
     import numpy as np
 
-    flat, cut = np.frombuffer(block, np.uint8), np.frombuffer(planes, np.uint8)
-    if len(flat) != len(cut) or len(flat) % size:
-        raise ValueError(f"planes of {len(cut)} bytes, for {len(flat)} bytes in elements of {size}")
-    return flat.reshape(-1, size), cut.reshape(size, -1)
+    flat = np.frombuffer(block, np.uint8)
+    if len(flat) % size:
+        raise ValueError(f"{len(flat)} bytes are not elements of {size}")
+    return flat.reshape(-1, size)

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterable, Iterator
 
 import zstandard
+
+Buffer = bytes | bytearray | memoryview
+
+_CHUNK_NBYTES = 1 << 20
 
 
 class _Contexts(threading.local):
@@ -20,8 +25,11 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def compress(block: bytes | bytearray | memoryview, level: int | None) -> bytes | None:
-    """The block as one zstd frame; None if that is not smaller, and the block should be stored as it is.
+def compress_into(out: memoryview, pieces: Iterable[Buffer], nbytes: int, level: int | None) -> int | None:
+    """Put the `nbytes` bytes that the pieces are together into `out`, as one zstd frame, and return its
+    length; None if it would not be smaller, or does not fit: the block should be stored as it is.
+
+    Beyond `out`, it takes 1 MiB and what zstd's window does, whatever the block's size.
 
     `level` None is for byte planes. They repeat no strings, only the frequencies of bytes: matches that a
     search finds there are short, and cost more than they save. Level 1 with a table too small to find any but
@@ -31,11 +39,24 @@ def compress(block: bytes | bytearray | memoryview, level: int | None) -> bytes 
     compressor = _contexts.compressors.get(level)
     if compressor is None:
         compressor = _contexts.compressors[level] = _compressor(level)
-    frame = compressor.compress(block)
-    return frame if len(frame) < len(block) else None
+    room = min(len(out), nbytes - 1)
+    filled = 0
+    for chunk in _chunks(compressor, pieces, nbytes):
+        if filled + len(chunk) > room:
+            return None
+        copy(chunk, out[filled:])
+        filled += len(chunk)
+    return filled
 
 
-def decompress(stored: bytes | bytearray | memoryview, nbytes: int) -> bytes:
+def _chunks(compressor: zstandard.ZstdCompressor, pieces: Iterable[Buffer], nbytes: int) -> Iterator[bytes]:
+    chunker = compressor.chunker(size=nbytes, chunk_size=_CHUNK_NBYTES)
+    for piece in pieces:
+        yield from chunker.compress(piece)
+    yield from chunker.finish()  # type: ignore[no-untyped-call]
+
+
+def decompress(stored: Buffer, nbytes: int) -> bytes:
     """The `nbytes` bytes that `stored` is the frame of: no byte more, none less, else `ValueError`."""
     try:
         # The size a damaged or hostile frame claims is compared before it is allocated.

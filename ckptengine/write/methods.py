@@ -88,15 +88,15 @@ def estimate(one: Group, data: memoryview, level: int) -> dict[str, Estimate]:
     sample = sample[: len(sample) // one.word * one.word]
     if not len(sample):
         return {}
-    scratch = memoryview(bytearray(len(sample)))
+    out = memoryview(bytearray(len(sample)))
     found = {}
     for method in (ZSTD, *([PLANES[one.word]] if one.word in PLANES else [])):
         # The thread's own time: what else the machine does meanwhile is not the codec's.
         began = time.thread_time()
-        packed = codec.pack(sample, method, level, scratch)
+        packed = codec.pack_into(out, sample, method, level)
         seconds = time.thread_time() - began
         if packed is not None:
-            found[method] = Estimate(len(packed) / len(sample), seconds / len(sample))
+            found[method] = Estimate(packed / len(sample), seconds / len(sample))
     return found
 
 

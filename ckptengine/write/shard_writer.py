@@ -2,7 +2,7 @@
 
 Digests are taken of the staged bytes, block by block, while they are in cache. The writer's memory beyond the
 arena is per thread: none for a raw shard whose arena is in huge pages, else one buffer of up to 8 MiB; for a
-compressed one three of a block, for its planes, its frame, and the frame in pages.
+compressed one one of a block, of which a frame takes up only as much as it is long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckptengine.codecs import block as codec
-from ckptengine.codecs import zstd
 from ckptengine.errors import StorageError
 from ckptengine.format.blocks import AS_IT_IS, BlockTable
 from ckptengine.format.digest import digest, hexdigest
@@ -219,8 +218,8 @@ class _Section:
         methods = [AS_IT_IS] * self._blocks.count
         largest = round_up(min(self._blocks.block_nbytes, len(self._data)), PAGE)
 
-        def with_own_buffers() -> Callable[[int], None]:
-            planes, pages = AlignedBuffer(largest), AlignedBuffer(largest)
+        def with_own_buffer() -> Callable[[int], None]:
+            pages = AlignedBuffer(largest)
 
             def write(index: int) -> None:
                 start, stop = self._blocks.span(index)
@@ -230,7 +229,7 @@ class _Section:
                 if method != AS_IT_IS:
                     digests[index] = digest(block)
                     with self._meter.packing():
-                        packed = codec.pack(block, method, compression.level, planes.view)
+                        packed = codec.pack_into(pages.view, block, method, compression.level)
                 if packed is None:
                     stored[index] = len(block)
                     offset = self._place(index, len(block))
@@ -239,10 +238,9 @@ class _Section:
                             self._writer, offset, block, None if self._huge else pages
                         )
                 else:
-                    stored[index], methods[index] = len(packed), method
-                    content = pages.view[: round_up(len(packed), PAGE)]
-                    zstd.copy(packed, content)
-                    content[len(packed) :] = bytes(len(content) - len(packed))
+                    stored[index], methods[index] = packed, method
+                    content = pages.view[: round_up(packed, PAGE)]
+                    content[packed:] = bytes(len(content) - packed)
                     offset = self._place(index, len(content))
                     with self._meter.writing(len(content)):
                         self._writer.pwrite(offset, content)
@@ -250,7 +248,7 @@ class _Section:
 
             return write
 
-        workers = [with_own_buffers() for _ in range(min(threads, self._blocks.count))]
+        workers = [with_own_buffer() for _ in range(min(threads, self._blocks.count))]
         self._run(workers, beside=chooser.prepare, on_failure=chooser.stop)
         return digests, stored, "".join(methods)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptengine.codecs.block import pack, unpack_into
+from ckptengine.codecs.block import pack_into, unpack_into
 from ckptengine.format.blocks import AS_IT_IS, METHODS, PLANES, ZSTD
 from tests.format.strategies import usual
 
@@ -17,7 +17,9 @@ COMPRESSING = [ZSTD, *PLANES.values()]
 
 
 def packed(block: bytes, method: str, level: int = 1) -> bytes | None:
-    return pack(memoryview(block), method, level, memoryview(bytearray(len(block) + 8)))
+    out = bytearray(len(block) + 8)
+    nbytes = pack_into(memoryview(out), memoryview(block), method, level)
+    return None if nbytes is None else bytes(out[:nbytes])
 
 
 def unpacked(stored: bytes, method: str, nbytes: int) -> bytes:

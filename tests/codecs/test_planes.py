@@ -14,10 +14,8 @@ from tests.format.strategies import usual
 SIZES = [2, 4, 8]
 
 
-def split(block: bytes, size: int) -> bytes:
-    out = bytearray(len(block))
-    planes.split(block, size, out)
-    return bytes(out)
+def split(block: bytes | memoryview, size: int) -> bytes:
+    return b"".join(map(bytes, planes.pieces(block, size)))
 
 
 def join(cut: bytes, size: int) -> bytes:
@@ -47,17 +45,21 @@ def test_blocks_around_a_tile_and_of_several_come_back(size: int, more: int) -> 
 @pytest.mark.parametrize("size", SIZES)
 def test_memory_at_an_odd_address_is_taken(size: int) -> None:
     memory = bytearray(b"x" + bytes(range(248)) + b"x")
-    cut = bytearray(250)
-    planes.split(memoryview(memory)[1:-1], size, memoryview(cut)[1:-1])
-    assert bytes(cut[1:-1]) == b"".join(bytes(range(p, 248, size)) for p in range(size))
+    cut = split(memoryview(memory)[1:-1], size)
+    assert cut == b"".join(bytes(range(p, 248, size)) for p in range(size))
     out = bytearray(250)
-    planes.join(memoryview(cut)[1:-1], size, memoryview(out)[1:-1])
+    planes.join(memoryview(b"x" + cut + b"x")[1:-1], size, memoryview(out)[1:-1])
     assert bytes(out) == b"\0" + bytes(range(248)) + b"\0"
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("nbytes", "out_nbytes"), [(16, 8), (8, 16), (9, 9), (8, 0)])
 def test_lengths_that_do_not_fit_are_refused(size: int, nbytes: int, out_nbytes: int) -> None:
-    for work in (planes.split, planes.join):
-        with pytest.raises(ValueError, match="elements of"):
-            work(bytes(nbytes), size, bytearray(out_nbytes))
+    with pytest.raises(ValueError, match=r"elements of|planes of"):
+        planes.join(bytes(nbytes), size, bytearray(out_nbytes))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_block_that_is_not_whole_elements_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="9 bytes are not elements of"):
+        next(planes.pieces(bytes(9), size))

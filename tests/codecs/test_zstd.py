@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import zstandard
@@ -18,25 +20,55 @@ BLOCK = bytes(range(256)) * 64
 decompress = zstd.decompress
 
 
+def compress(block: Any, level: int | None, piece: int = 1 << 20) -> bytes | None:
+    pieces = [memoryview(block)[at : at + piece] for at in range(0, len(block), piece)]
+    out = memoryview(bytearray(len(block)))
+    nbytes = zstd.compress_into(out, pieces, len(block), level)
+    return None if nbytes is None else bytes(out[:nbytes])
+
+
 @usual
 @given(st.binary(max_size=2000).map(lambda data: data * 7), st.sampled_from([-5, 1, 3, None]))
 def test_block_comes_back_or_is_kept_as_it_is(block: bytes, level: int | None) -> None:
-    frame = zstd.compress(block, level)
+    frame = compress(block, level)
     if frame is not None:
         assert len(frame) < len(block)
         assert decompress(frame, len(block)) == block
 
 
 def test_block_that_does_not_shrink_is_kept_as_it_is() -> None:
-    assert zstd.compress(b"\x00\x9f\x31\x77", 1) is None
-    assert zstd.compress(b"", 1) is None
+    assert compress(b"\x00\x9f\x31\x77", 1) is None
+    assert compress(b"", 1) is None
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_any_buffer_is_taken(kind: type) -> None:
-    frame = zstd.compress(kind(BLOCK), 1)
+    frame = compress(kind(BLOCK), 1)
     assert frame is not None
     assert decompress(kind(frame), len(BLOCK)) == BLOCK
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 14])
+def test_pieces_make_one_frame(piece: int) -> None:
+    frame = compress(BLOCK, 1, piece)
+    assert frame is not None
+    assert decompress(frame, len(BLOCK)) == BLOCK
+
+
+def test_a_frame_that_does_not_fit_is_given_up_and_the_next_is_whole() -> None:
+    noise = random.Random(0).randbytes(3 << 20)
+    out = bytearray(b"x" * (2 << 20) + b"y" * 10)
+    assert zstd.compress_into(memoryview(out)[: 2 << 20], [noise], len(noise), 1) is None
+    assert out[2 << 20 :] == b"y" * 10
+    frame = compress(BLOCK, 1)
+    assert frame is not None
+    assert decompress(frame, len(BLOCK)) == BLOCK
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_length_that_the_pieces_do_not_have_is_an_error(more: int) -> None:
+    with pytest.raises(zstandard.ZstdError):
+        zstd.compress_into(memoryview(bytearray(len(BLOCK))), [BLOCK], len(BLOCK) + more, 1)
 
 
 def test_only_the_start_of_a_buffer_is_written() -> None:
@@ -49,7 +81,7 @@ def test_only_the_start_of_a_buffer_is_written() -> None:
 
 
 def test_every_cut_is_detected() -> None:
-    frame = zstd.compress(BLOCK, 1)
+    frame = compress(BLOCK, 1)
     assert frame is not None
     for at in range(len(frame)):
         with pytest.raises(ValueError):
@@ -58,7 +90,7 @@ def test_every_cut_is_detected() -> None:
 
 def test_flips_give_as_many_bytes_or_an_error() -> None:
     """The frame has no checksum of its own: the block's digest is over what comes out."""
-    frame = zstd.compress(BLOCK, 1)
+    frame = compress(BLOCK, 1)
     assert frame is not None
     for at in range(len(frame)):
         for mask in (0x01, 0x40, 0xFF):
@@ -103,6 +135,6 @@ def test_anything_but_one_frame_of_the_block_is_refused(stored: bytes) -> None:
 def test_threads_have_contexts_of_their_own() -> None:
     blocks = [bytes([i]) * 50_000 + BLOCK for i in range(64)]
     with ThreadPoolExecutor(8) as pool:
-        frames = list(pool.map(lambda block: zstd.compress(block, 1), blocks))
+        frames = list(pool.map(lambda block: compress(block, 1), blocks))
         out = list(pool.map(lambda frame: decompress(frame or b"", len(blocks[0])), frames))
     assert out == blocks
