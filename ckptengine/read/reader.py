@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,9 @@ from ckptengine.storage.threads import in_threads
 
 MAX_POOL_NBYTES = 256 << 20
 """All buffers of one read together; with larger blocks fewer threads read, but always one."""
+
+RESIDENCY_SAMPLES = 8
+"""Of so many blocks a read asks whether they are in the page cache, before it decides on its threads."""
 
 Progress = Callable[[int], None]
 """Called after each block with the bytes read from the file for it, never by two threads at once."""
@@ -181,13 +185,25 @@ class ShardReader:
             ) from None
 
     def threads_for(self, blocks: Sequence[int], threads: int) -> int:
-        """How many threads the blocks and the bound on memory allow, up to `threads`; of raw blocks, up to
-        twice as many, since a thread is at digest and copy half of the time when CPUs are scarce."""
+        """How many threads the blocks and the bound on memory allow, up to `threads`.
+
+        Of raw blocks up to twice as many, since a thread is at digest and copy half of the time when CPUs are
+        scarce; but where the page cache has them, never more than there are CPUs: each keeps one busy, and
+        more would push each other's pieces out of its cache.
+        """
         plain, stored = self._buffer_sizes(blocks)
         each = plain + stored
         if not stored and threads > 1:
-            threads *= 2
+            threads = min(threads, len(os.sched_getaffinity(0))) if self._cached(blocks) else 2 * threads
         return max(1, min(threads, MAX_POOL_NBYTES // max(1, each)))
+
+    def _cached(self, blocks: Sequence[int]) -> bool:
+        """Whether the page cache seems to have all of the blocks: a few are asked about."""
+        some = (*blocks[:: max(1, len(blocks) // RESIDENCY_SAMPLES)], *blocks[-1:])
+        try:
+            return all(self._file.source(*self.extent(block)) == "cache" for block in some)
+        except StorageError:  # told of when the block is read
+            return False
 
     def _buffer_sizes(self, blocks: Sequence[int], keep: bool = False) -> tuple[int, int]:
         plain = stored = 0

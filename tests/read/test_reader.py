@@ -221,11 +221,38 @@ def test_buffers_are_bounded_whatever_is_asked(shard: Shard, monkeypatch: pytest
     assert sum(made) <= 4 * PAGE
 
 
-def test_raw_blocks_get_twice_the_threads_that_were_asked_for(shard: Shard) -> None:
-    with reader.ShardReader(shard.store, shard.path, shard.header) as opened:
+class _PlacedStore(PosixStore):
+    """Says of all blocks from the `cold_from`th byte on that the page cache does not have them."""
+
+    def __init__(self, cold_from: int) -> None:
+        super().__init__()
+        self.cold_from = cold_from
+
+    def open(self, path: str) -> BlockReader:
+        return _PlacedReader(super().open(path), self.cold_from)
+
+
+class _PlacedReader(PassingReader):
+    def __init__(self, inner: BlockReader, cold_from: int) -> None:
+        super().__init__(inner)
+        self.cold_from = cold_from
+
+    def source(self, offset: int, nbytes: int) -> ReadSource:
+        return "cache" if offset < self.cold_from else "direct"
+
+
+@pytest.mark.parametrize(
+    ("cold_from", "raw", "compressed"),
+    [(0, 6, 3), (15 * PAGE, 6, 3), (1 << 40, 2, 3)],
+    ids=["disk", "begins in the cache", "cache"],
+)
+def test_raw_blocks_get_threads_by_where_they_are(
+    shard: Shard, cold_from: int, raw: int, compressed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    with reader.ShardReader(_PlacedStore(cold_from), shard.path, shard.header) as opened:
         blocks = range(shard.header.blocks.count)
-        compressed = shard.header.stored_nbytes is not None
-        assert opened.threads_for(blocks, 3) == (3 if compressed else 6)
+        assert opened.threads_for(blocks, 3) == (raw if shard.header.stored_nbytes is None else compressed)
         assert opened.threads_for(blocks, 1) == 1
 
 
