@@ -12,12 +12,13 @@ import torch
 from ckptengine.adapters.items import StateItem
 from ckptengine.adapters.pinning import Queued, copy_from_device
 from ckptengine.adapters.tensors import plain
+from ckptengine.storage import memcopy
 from ckptengine.storage.threads import in_threads
 
-# Enough for a thread's start not to show, small enough to spread one large tensor over all threads.
-PIECE_NBYTES = 32 << 20
-# Copied right away, as handing it over costs more than the copy.
-SMALL_NBYTES = 2 << 20
+# Enough for a thread's turn not to show, small enough to spread one large tensor over all threads.
+PIECE_NBYTES = 16 << 20
+# Copied right away, as handing it over costs as much as the copy.
+SMALL_NBYTES = 256 << 10
 # Two threads saturate the memory of a socket's share of a rank; ranks on a node stage at the same time.
 MAX_THREADS = 4
 
@@ -62,7 +63,7 @@ def copy_items(
             address = source.data_ptr()
             for start in range(0, nbytes, PIECE_NBYTES):
                 length = min(PIECE_NBYTES, nbytes - start)
-                work.append((length, partial(memmove, base + offset + start, address + start, length)))
+                work.append((length, partial(memcopy.copy, base + offset + start, address + start, length)))
         elif source.is_cuda:
             on_device.append((source, offset))
         else:
