@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptengine.codecs.block import pack
+from ckptengine.codecs.block import pack_into
 from ckptengine.format import dtypes
 from ckptengine.format.blocks import AS_IT_IS, PLANES, ZSTD
 from ckptengine.format.digest import digest, hexdigest
@@ -272,10 +272,7 @@ def shard_bytes(
     if codec == "zstd":
         # By turns, so that every checkpoint has all that can be.
         by_turns = (ZSTD, *PLANES.values())
-        packed = [
-            pack(memoryview(block), by_turns[i % len(by_turns)], 1, memoryview(bytearray(len(block))))
-            for i, block in enumerate(blocks)
-        ]
+        packed = [_packed(block, by_turns[i % len(by_turns)]) for i, block in enumerate(blocks)]
         stored = [frame or block for frame, block in zip(packed, blocks, strict=True)]
         methods = "".join(
             AS_IT_IS if frame is None else by_turns[i % len(by_turns)] for i, frame in enumerate(packed)
@@ -310,6 +307,12 @@ def shard_bytes(
         file += block
         file += bytes(round_up(len(block), PAGE) - len(block))
     return bytes(file), replace(header, header_nbytes=len(sealed))
+
+
+def _packed(block: bytes, method: str) -> bytes | None:
+    out = memoryview(bytearray(len(block)))
+    nbytes = pack_into(out, memoryview(block), method, 1)
+    return None if nbytes is None else bytes(out[:nbytes])
 
 
 def _dtype(tensor: Tensor) -> str:
