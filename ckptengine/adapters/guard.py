@@ -17,9 +17,9 @@ import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from msgspec import structs
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -36,6 +36,8 @@ LATE_NBYTES = 64 << 10
 SETTLE_TIMEOUT_S = 10.0
 SETTLE_POLL_S = 0.001
 _SAMPLE_NBYTES = 64
+Sample = tuple[bytes, ...]
+"""Bytes of a tensor's memory from its beginning, middle and end."""
 _HINT = "change tensors of the state in place only after handle.wait_staged(), or use Config(snapshot='copy')"
 
 _lock = threading.Lock()
@@ -90,8 +92,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Owned:
+class _Owned(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Memory that an optimizer changes in its step. tensors: whose version counters tell of it."""
 
     start: int
@@ -99,14 +100,13 @@ class _Owned:
     tensors: tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Late:
+class _Late(msgspec.Struct, frozen=True, eq=False, gc=False):
     name: str
     source: torch.Tensor
     start: int
     nbytes: int
     storage_nbytes: int
-    sample: bytes | None
+    sample: Sample | None
 
     def moved(self) -> bool:
         """Its memory has been given away: there is nothing to copy any more."""
@@ -331,7 +331,7 @@ def _memory_of(value: torch.Tensor) -> Iterator[_Owned]:
         except ValueError:
             return
         local = part.tensor
-    nbytes = local.numel() * local.element_size()
+    nbytes = local.nbytes
     # Of a smaller one's memory nothing is copied late.
     if nbytes >= LATE_NBYTES and not local.is_inference() and _is_dense(local):
         start = local.data_ptr()
@@ -355,12 +355,20 @@ def _merged(owned: list[_Owned]) -> tuple[list[int], list[int]]:
     return starts, stops
 
 
-def _sample(start: int, nbytes: int) -> bytes:
+# `ctypes.string_at` without its wrapper, at half the price: in the call, three are taken of each tensor.
+_bytes_at = ctypes.pythonapi.PyBytes_FromStringAndSize
+_bytes_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
+_bytes_at.restype = ctypes.py_object
+
+
+def _sample(start: int, nbytes: int) -> Sample:
     if nbytes <= 3 * _SAMPLE_NBYTES:
-        return ctypes.string_at(start, nbytes)
-    middle = start + nbytes // 2
-    return b"".join(
-        ctypes.string_at(at, _SAMPLE_NBYTES) for at in (start, middle, start + nbytes - _SAMPLE_NBYTES)
+        return (_bytes_at(start, nbytes),)
+    middle, last = start + nbytes // 2, start + nbytes - _SAMPLE_NBYTES
+    return (
+        _bytes_at(start, _SAMPLE_NBYTES),
+        _bytes_at(middle, _SAMPLE_NBYTES),
+        _bytes_at(last, _SAMPLE_NBYTES),
     )
 
 
