@@ -9,9 +9,11 @@ import operator
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ckptengine.adapters.c10d import ProcessGroup
+from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.guard import Guard, captured, watch_steps
 from ckptengine.adapters.pinning import queued_now
 from ckptengine.adapters.state import StateItem, flatten
@@ -21,7 +23,7 @@ from ckptengine.errors import CommitTimeoutError, SaveFailedError
 from ckptengine.format.names import AttemptId
 from ckptengine.handle import SaveHandle
 from ckptengine.monitor import Monitor, PendingSave, Run
-from ckptengine.snapshot import Snapshot, Staging, plan_snapshot
+from ckptengine.snapshot import Behind, Snapshot, Staging, plan_snapshot
 from ckptengine.staging.arena import Arena, ArenaPool
 from ckptengine.storage.store import Store
 from ckptengine.write.messages import ArenaRef, WriteTask
@@ -48,6 +50,7 @@ class Saver:
         self._serials: list[int] = []
         self._staging: Staging | None = None
         self._unwatch = watch_steps() if config.snapshot == "overlap" else None
+        self._behind = Behind() if config.snapshot == "overlap" else None
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None) -> SaveHandle:
         """Capture `state` and return once nothing that happens to it can change the checkpoint."""
@@ -125,6 +128,8 @@ class Saver:
             if self._unwatch is not None:
                 self._unwatch()
                 self._unwatch = None
+            if self._behind is not None:
+                self._behind.close()
         self._pool.close()
 
     def _stage(self, pending: PendingSave, state: Any, metadata: Mapping[str, Any] | None) -> None:
@@ -145,16 +150,20 @@ class Saver:
             config=config,
         )
         pending.rank_nbytes = flat.nbytes
-        if config.snapshot == "overlap":
-            self._copy_behind(pending, snapshot, metadata_tree)
+        if self._behind is not None:
+            self._copy_behind(self._behind, pending, snapshot, metadata_tree)
             return
-        pending.arena = arena = self._pool.acquire(snapshot.nbytes, config.commit_timeout_s)
+        with gc_paused():
+            nbytes = snapshot.nbytes  # encodes the header
+        pending.arena = arena = self._pool.acquire(nbytes, config.commit_timeout_s)
         snapshot.begin(arena)
         snapshot.copy(flat.items, arena)
         pending.task = self._task(pending, snapshot, arena, metadata_tree)
         pending.handle._note(staged=time.time())
 
-    def _copy_behind(self, pending: PendingSave, snapshot: Snapshot, metadata_tree: Any) -> None:
+    def _copy_behind(
+        self, behind: Behind, pending: PendingSave, snapshot: Snapshot, metadata_tree: Any
+    ) -> None:
         """Copy now what may change at any time, and let a thread copy the rest, guarded against steps."""
         handle = pending.handle
         guard = Guard(
@@ -190,7 +199,7 @@ class Saver:
                 finally:
                     guard.release()
 
-            staging.start(work)
+            behind.do(partial(staging.run, work))
         except BaseException:
             guard.release()
             raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
+from queue import SimpleQueue
 
 from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.pinning import pin_arena
@@ -18,16 +19,30 @@ from ckptengine.format.shard import HeaderTemplate, ShardHeader, TensorEntry, en
 from ckptengine.staging.arena import Arena
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Where the bytes of a state will lie in an arena's payload: the header, then the data."""
+    """Where the bytes of a state will lie in an arena's payload: the header, then the data.
 
-    flat: FlatState
-    template: HeaderTemplate
-    starts: dict[str, int]
-    """Of each item, in the data."""
-    pads: list[tuple[int, int]]
-    data_nbytes: int
+    starts: of each item, in the data, by name. pads: what lies between them, in the data. encode: makes the
+    header, when it is first asked for; behind the training, where the state is copied there.
+    """
+
+    def __init__(
+        self,
+        flat: FlatState,
+        starts: dict[str, int],
+        pads: list[tuple[int, int]],
+        data_nbytes: int,
+        encode: Callable[[], HeaderTemplate],
+    ) -> None:
+        self.flat = flat
+        self.starts = starts
+        self.pads = pads
+        self.data_nbytes = data_nbytes
+        self._encode = encode
+
+    @cached_property
+    def template(self) -> HeaderTemplate:
+        return self._encode()
 
     @property
     def nbytes(self) -> int:
@@ -60,25 +75,28 @@ def plan_snapshot(
 ) -> Snapshot:
     placed, data_nbytes = lay_out([(item.name, item.nbytes, item.alignment) for item in flat.items])
     spans = {name: (start, stop) for name, start, stop in placed}
-    template = encode_header(
-        ShardHeader(
-            run=str(attempt.run),
-            attempt=str(attempt),
-            step=step,
-            rank=rank,
-            world_size=world_size,
-            codec="raw" if config.codec == "raw" else "zstd",
-            block_nbytes=config.block_nbytes,
-            data_nbytes=data_nbytes,
-            tensors=tuple(_entry(item, *spans[item.name]) for item in flat.items),
-            views=tuple(flat.views),
-            replicas=flat.replicas,
-            tree=flat.tree,
+
+    def encode() -> HeaderTemplate:
+        return encode_header(
+            ShardHeader(
+                run=str(attempt.run),
+                attempt=str(attempt),
+                step=step,
+                rank=rank,
+                world_size=world_size,
+                codec="raw" if config.codec == "raw" else "zstd",
+                block_nbytes=config.block_nbytes,
+                data_nbytes=data_nbytes,
+                tensors=tuple(_entry(item, *spans[item.name]) for item in flat.items),
+                views=tuple(flat.views),
+                replicas=flat.replicas,
+                tree=flat.tree,
+            )
         )
-    )
+
     starts = {name: start for name, (start, _) in spans.items()}
     pads = [(start, stop) for name, start, stop in placed if name.startswith(PAD_PREFIX)]
-    return Snapshot(flat, template, starts, pads, data_nbytes)
+    return Snapshot(flat, starts, pads, data_nbytes, encode)
 
 
 def _entry(item: StateItem, start: int, stop: int) -> TensorEntry:
@@ -96,25 +114,47 @@ def _entry(item: StateItem, start: int, stop: int) -> TensorEntry:
     )
 
 
+class Behind:
+    """A thread that does what is handed to it behind the training, in order.
+
+    It is there before there is anything to do: who starts a thread waits until it runs, and then for the
+    GIL, which it need not give back for 5 ms (`sys.getswitchinterval`). Who hands it something goes on.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._do_all, name="ckpt-snapshot", daemon=True).start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Have it done when what was handed over before is done. It must not raise."""
+        self._work.put(work)
+
+    def close(self) -> None:
+        """Let the thread end after what it has to do."""
+        self._work.put(None)
+
+    def _do_all(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # and the state that it refers to
+
+
 class Staging:
-    """A snapshot that is being taken behind the training, in a thread of its own. `done` comes in any case,
-    then `error` tells."""
+    """A snapshot that is being taken behind the training. `done` comes in any case, then `error`
+    tells."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self._cancelled: CheckpointError | None = None
 
-    def start(self, work: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self.error = error
-            finally:
-                self.done.set()
-
-        threading.Thread(target=run, name="ckpt-snapshot", daemon=True).start()
+    def run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done.set()
 
     def cancel(self, error: CheckpointError) -> None:
         """Let the work end with `error` where it next asks."""

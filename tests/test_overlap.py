@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -476,6 +478,26 @@ def test_leaving_by_an_exception_ends_the_copy(
     job.optimizer.step()
     assert not guard._active
     assert ckpt._saver._pool.nbytes == 0
+
+
+def test_nothing_keeps_a_state_once_it_is_copied(ckpt: ck.Checkpointer) -> None:
+    job = Job()
+    weight = weakref.ref(job.model[0].weight)
+    ckpt.save(1, job.state)
+    del job
+    gc.collect()
+    assert weight() is None
+
+
+def test_the_thread_that_copies_ends_with_its_checkpointer(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with ck.Checkpointer(tmp_path / "root", config=config()):
+        started = [thread for thread in threading.enumerate() if thread.name == "ckpt-snapshot"]
+        started = [thread for thread in started if thread not in before]
+        assert started
+    for thread in started:
+        thread.join(IN_TIME_S)
+        assert not thread.is_alive()
 
 
 def test_close_waits_for_the_copy(tmp_path: Path, job: Job) -> None:
