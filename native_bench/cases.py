@@ -28,7 +28,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     kind: `"model"`: bf16 weights and two fp32 Adam moments each; `"small"`: many tensors of 1-64 KiB. nbytes:
     of one rank's tensors, about. count: how many tensors a rank has. place: `"disk"` (the directory given) or
     `"tmpfs"`.
-    without: systems that do not take part.
+    without: systems that do not take part. named: systems that targets are about, measured in all rounds.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     place: Literal["disk", "tmpfs"] = "disk"
     without: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
 
     def takes(self, system: str) -> bool:
         return system not in self.without
@@ -63,6 +64,7 @@ FULL = (
         kind="model",
         nbytes=2 * GIB,
         count=117,
+        named=("dcp-1", "dcp-2", "nvrx"),
     ),
     Case(
         name="small",
@@ -71,6 +73,7 @@ FULL = (
         nbytes=0,
         count=20_000,
         without=_VARIANTS,
+        named=("dcp-1", "dcp-2"),
     ),
     Case(
         name="two-ranks",
@@ -79,6 +82,7 @@ FULL = (
         nbytes=int(0.8 * GIB),
         count=117,
         world_size=2,
+        without=("dcp-async-process", "dcp-async-stager", "nvrx-writer"),
     ),
     Case(
         name="tmpfs",
@@ -87,7 +91,7 @@ FULL = (
         nbytes=GIB,
         count=117,
         place="tmpfs",
-        without=("engine-zstd", "engine-auto", "engine-overlap"),
+        without=_VARIANTS,
     ),
 )
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from native_bench import page_cache
@@ -16,6 +17,7 @@ from native_bench.mounts import mount_of
 from native_bench.peers.base import files_below
 
 PREFIX = "native-bench-"
+_PIECE_NBYTES = 64 << 20
 
 
 @contextlib.contextmanager
@@ -96,11 +98,21 @@ def make_cold(root: Path) -> int:
 def make_hot(root: Path) -> int:
     """Read the files below into the page cache. Returns the bytes that did not stay there."""
     paths = list(files_below(str(root)))
-    buffer = bytearray(8 << 20)
-    for path in paths:
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+    sizes = {path: os.path.getsize(path) for path in paths}
+    pieces = [(path, at) for path, size in sizes.items() for at in range(0, size, _PIECE_NBYTES)]
+    # One thread reads a cold file at a third of the rate of four.
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(_read_piece, pieces):
+            pass
     cached = page_cache.cached_bytes(paths)
-    total = sum(os.path.getsize(path) for path in paths)
-    return 0 if cached is None else max(0, total - cached)
+    return 0 if cached is None else max(0, sum(sizes.values()) - cached)
+
+
+def _read_piece(piece: tuple[str, int]) -> None:
+    path, at = piece
+    buffer = bytearray(min(_PIECE_NBYTES, 8 << 20))
+    end = at + _PIECE_NBYTES
+    with open(path, "rb", buffering=0) as file:
+        file.seek(at)
+        while at < end and (n := file.readinto(memoryview(buffer)[: end - at])):
+            at += n

@@ -42,7 +42,7 @@ class Part:
 
 
 PARTS = {
-    "step-time": Part("What a save costs the training steps beside it", "step_time", 75, 400),
+    "step-time": Part("What a save costs the training steps beside it", "step_time", 60, 400),
     "memory": Part("Memory", "memory", 120, 600),
     "codecs": Part("Compression", "codecs", 60, 300),
     "slow-device": Part("Compression on slow devices", "slow_device", 60, 300),

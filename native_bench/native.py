@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptengine.format.limits import PAGE, round_up
@@ -13,18 +14,25 @@ from native_bench.cases import Case
 _CANDIDATES = (1, 2, 4)
 
 
-class Limits:
-    """Chooses the knobs of each program once per case, then runs it with those in every round.
+@dataclass(slots=True)
+class Tuned:
+    """The fastest knobs of each program for cases of one kind in one place; None: not found out yet."""
 
-    missing: why nothing can be measured, or None.
+    write: limits.WriteKnobs | None = None
+    read: limits.ReadKnobs | None = None
+    threads: int | None = None
+
+
+class Limits:
+    """Runs the programs in every round, with knobs that are found once for all cases of a kind and a place.
+
+    tuned: what earlier cases of the run have found. missing: why nothing can be measured, or None.
     """
 
-    def __init__(self, case: Case, directory: Path) -> None:
+    def __init__(self, case: Case, directory: Path, tuned: dict[tuple[str, str], Tuned]) -> None:
         self._case, self._directory = case, directory
         self._nbytes = 0
-        self._write = limits.WriteKnobs()
-        self._read: limits.ReadKnobs | None = None
-        self._threads = 1
+        self._tuned = tuned.setdefault((case.place, case.kind), Tuned())
         self.missing: str | None = None
         try:
             limits.build()
@@ -34,16 +42,21 @@ class Limits:
     @property
     def how(self) -> str:
         """Which programs, with which knobs."""
-        read = _knobs(self._read) if self._read is not None else "best knobs"
+        write, read = (
+            _knobs(knobs) if knobs is not None else "best knobs"
+            for knobs in (self._tuned.write, self._tuned.read)
+        )
         return (
-            f"`direct_write` ({_knobs(self._write)}); `direct_read` of the engine's shards ({read}); "
-            f"`buffered_read` of them when hot; `memcpy` into warm memory, {self._threads} threads"
+            f"`direct_write` ({write}); `direct_read` of the engine's shards ({read}); "
+            f"`buffered_read` of them when hot; `memcpy` into warm memory, {self._tuned.threads or 1} threads"
         )
 
     def prepare(self, nbytes: int) -> None:
         """Find the fastest knobs for writing so many bytes, and for copying them."""
         self._nbytes = round_up(nbytes, PAGE)
-        self._write = limits.best_direct_write(
+        if self._tuned.write is not None:
+            return
+        self._tuned.write = limits.best_direct_write(
             self._directory, self._nbytes, files=self._case.world_size, rounds=1
         ).knobs
         cores = len(os.sched_getaffinity(0))
@@ -52,14 +65,15 @@ class Limits:
             for threads in _CANDIDATES
             if threads <= cores
         }
-        self._threads = max(rates, key=lambda threads: rates[threads])
+        self._tuned.threads = max(rates, key=lambda threads: rates[threads])
 
     def alone(self) -> dict[str, float]:
         """Seconds to write as many bytes as the case has, and to copy them."""
+        knobs = self._tuned.write or limits.WriteKnobs()
         write = limits.direct_write(
-            self._directory, self._nbytes, self._write, files=self._case.world_size, repeat=1
+            self._directory, self._nbytes, knobs, files=self._case.world_size, repeat=1
         )
-        copy = limits.memcpy(self._nbytes, self._threads, repeat=3)
+        copy = limits.memcpy(self._nbytes, self._tuned.threads or 1, repeat=3)
         return {"save_s": min(write.seconds), "memcpy_s": sorted(copy.seconds)[1]}
 
     def read(self, paths: Sequence[str], kind: str) -> dict[str, float]:
@@ -68,9 +82,9 @@ class Limits:
         if kind == "hot":
             threads = len(os.sched_getaffinity(0))
             return {"restore_hot_s": limits.buffered_read(shards, threads=threads, repeat=1).seconds[0]}
-        if self._read is None:
-            self._read = limits.best_direct_read(shards, rounds=1).knobs
-        return {"restore_cold_s": limits.direct_read(shards, self._read, repeat=1).seconds[0]}
+        if self._tuned.read is None:
+            self._tuned.read = limits.best_direct_read(shards, rounds=1).knobs
+        return {"restore_cold_s": limits.direct_read(shards, self._tuned.read, repeat=1).seconds[0]}
 
 
 def _knobs(knobs: limits.ReadKnobs | limits.WriteKnobs) -> str:

@@ -249,7 +249,8 @@ def _how(results: Results) -> str:
         "the slower one "
         "counts. Figures are medians, with the middle half of the samples in brackets; the first "
         "save and restore of "
-        "each process are not counted.",
+        "each process are not counted. The farther a system is behind, the fewer rounds it has, unless a "
+        "target is about it.",
         "",
         "- † does not fsync by itself: its files are fsynced afterwards, and that is in the figure.",
         "- *aliases*: when the call returns the snapshot is not a copy; what training changes "

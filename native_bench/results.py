@@ -21,7 +21,8 @@ class System(msgspec.Struct, kw_only=True):
     """One system in one case. samples: seconds of each round, by figure; of several ranks the slowest one's.
 
     `stall_s`, `save_s` (from the call to durable and, if the system commits, committed), `restore_cold_s`,
-    `restore_hot_s`; others are the system's own. error: why it stopped. note: why there are fewer rounds.
+    `restore_hot_s`; `turn_s`, all that a round took; others are the system's own. error: why it stopped.
+    note: why there are fewer rounds.
     """
 
     name: str

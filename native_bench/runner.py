@@ -20,7 +20,7 @@ from native_bench.condition import condition_of, versions_of
 from native_bench.ground import available_memory, check_space, make_cold, make_hot, memories, work_directory
 from native_bench.limits import LimitError
 from native_bench.mounts import mount_of
-from native_bench.native import Limits
+from native_bench.native import Limits, Tuned
 from native_bench.nursery import Nursery
 from native_bench.peers import make
 from native_bench.peers.base import files_below
@@ -57,8 +57,8 @@ class Plan:
     """What to measure.
 
     rounds: of every system. The slower it is, the earlier it stops: when its rounds have taken `patience`
-    times as long as one of the engine's, or one round took `round_s`; those in `named` have at least
-    `named_rounds`. The report shows how often each was measured.
+    times as long as one of the engine's, unless the case names it, or one round took `round_s`. The report
+    shows how often each was measured.
     deadline_s: for one save or restore of a GiB, and at least for one of anything; a system that needs longer
     has failed.
     warm: systems have an untimed turn first, in which memory is made, and restores are checked for which
@@ -70,9 +70,7 @@ class Plan:
     systems: tuple[str, ...]
     directory: Path
     rounds: int = 5
-    patience: float = 12.0
-    named: tuple[str, ...] = ("dcp-1", "dcp-2", "nvrx")
-    named_rounds: int = 3
+    patience: float = 6.0
     round_s: float = 45.0
     deadline_s: float = 120.0
     limits: bool = True
@@ -93,10 +91,12 @@ def run(
     results.versions = versions_of(VERSIONS)
     try:
         with _orderly_end():
+            tuned: dict[tuple[str, str], Tuned] = {}
             with Nursery() as nursery:
                 for case in plan.cases:
                     with work_directory(case, plan.directory) as directory:
-                        _Bench(plan, case, directory, results, say, advance, nursery).run()
+                        limits = Limits(case, directory, tuned) if plan.limits else None
+                        _Bench(plan, case, directory, results, say, advance, nursery, limits).run()
                     results.seconds = time.monotonic() - start
                     keep()
     except KeyboardInterrupt:
@@ -129,6 +129,7 @@ class _Bench:
         say: Report,
         advance: Callable[[], None],
         nursery: Nursery,
+        limits: Limits | None,
     ) -> None:
         self.plan, self.case, self.directory = plan, case, directory
         self.say, self.advance, self.nursery = say, advance, nursery
@@ -150,7 +151,7 @@ class _Bench:
         self.last_round: dict[str, float] = {}
         self.step = 0
         self.round = 0
-        self.limits = Limits(case, directory) if plan.limits else None
+        self.limits = limits
 
     def run(self) -> None:
         wanted = [name for name in self.plan.systems if self.case.takes(name)]
@@ -179,6 +180,7 @@ class _Bench:
                         began = time.monotonic()
                         self._turn(name)
                         self.last_round[name] = time.monotonic() - began
+                        self._record(self.systems[name], {"turn_s": self.last_round[name]})
                     self.advance()
                 self.say(f"{self.case.name}: round {self.round} of {self.plan.rounds} done")
             if NATIVE in self.systems and self.limits is not None:
@@ -237,7 +239,9 @@ class _Bench:
         )
         self.systems[name] = system
         self.result.systems.append(system)
-        if not self._source(name) and (self.plan.warm or name.startswith("engine")):
+        # Those that begin anew in each turn have an untimed save in it.
+        warm = self.plan.warm and not team.traits["fresh"]
+        if not self._source(name) and (warm or name.startswith("engine")):
             began = time.monotonic()
             self._turn(name, timed=False)
             self.last_round[name] = time.monotonic() - began
@@ -259,8 +263,8 @@ class _Bench:
             system.note = f"stopped after {rounds}: a round took {self.last_round[name]:.0f} s"
             return False
         own, engines = self._timed(name, beside=name), self._timed("engine", beside=name)
-        least = self.plan.named_rounds if name in self.plan.named else 1
-        if engines and rounds >= least and rounds * own > self.plan.patience * engines:
+        far = name not in self.case.named and rounds * own > self.plan.patience * engines
+        if engines and far:
             system.note = f"stopped after {rounds}: {own / engines:.0f} × the engine's time"
             return False
         return True
@@ -323,9 +327,10 @@ class _Bench:
         return warm is not None
 
     def _restores(self, name: str, root: Path, directory: Path, timed: bool) -> None:
-        """The system's own restores and, beside them on the same files, those of others that read them."""
-        own = self.systems[name]
-        if own.restores_like and own.restores_like in self.systems and name in self.checked:
+        """The system's own restores and, beside them on the same files, those of others that read them. Where
+        those of another system are timed for it, it is checked once."""
+        elsewhere = self.systems[name].restores_like in self.systems
+        if elsewhere and name in self.checked:
             return
         self.checked.add(name)
         readers = [name] + [other for other in self.systems if timed and self._reads(other, name)]
@@ -348,7 +353,7 @@ class _Bench:
                     if answered is None:
                         continue
                     figures = {f"restore_{kind}_{key}": value for key, value in answered.items()}
-                if timed:
+                if timed and not elsewhere:
                     self._record(self.systems[reader], figures)
 
     def _reads(self, other: str, name: str) -> bool:

@@ -35,8 +35,20 @@ class Lazy(TorchSave):
         self.restored = True
 
 
+class Slow(TorchSave):
+    traits = Traits(name="slow", title="slow", how="")
+
+    def write(self, directory: str, step: int, state: Tensors) -> None:
+        time.sleep(1.0)
+        super().write(directory, step, state)
+
+
 class LikeTorch(TorchSave):
     traits = Traits(name="like-torch", title="like torch", how="", restores_like="torch")
+
+
+class WrongLikeTorch(Wrong):
+    traits = Traits(name="wrong-like-torch", title="wrong like torch", how="", restores_like="torch")
 
 
 class Hanging(Sync):

@@ -115,6 +115,50 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "rank 1: died with exit status 7" in str(dying.error)
 
 
+def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(tmp_path: Path) -> None:
+    slow = FAKES + "Slow"
+    named = msgspec.structs.replace(TINY, name="named", named=(slow,))
+    plan = runner.Plan(
+        mode="quick",
+        cases=(TINY, named),
+        systems=("engine", slow),
+        directory=tmp_path,
+        rounds=2,
+        patience=2.0,
+        limits=False,
+        warm=False,
+    )
+    results = runner.new_results("quick")
+    runner.run(plan, results, lambda text: None)
+    for case, rounds in zip(results.cases, (1, 2), strict=True):
+        system = case.find(slow)
+        assert system is not None
+        assert system.error is None
+        assert system.rounds("save_s") == rounds
+        assert (system.note or "").startswith("stopped after 1: ") == (rounds == 1)
+
+
+def test_without_a_turn_to_warm_up_every_restore_is_checked_all_the_same(tmp_path: Path) -> None:
+    plan = runner.Plan(
+        mode="quick",
+        cases=(TINY,),
+        systems=("torch", FAKES + "LikeTorch", FAKES + "WrongLikeTorch"),
+        directory=tmp_path,
+        rounds=1,
+        limits=False,
+        warm=False,
+    )
+    results = runner.new_results("quick")
+    runner.run(plan, results, lambda text: None)
+    right, wrong = (results.cases[0].find(FAKES + name) for name in ("LikeTorch", "WrongLikeTorch"))
+    assert right is not None
+    assert wrong is not None
+    assert right.error is None
+    assert right.rounds("save_s") == 1
+    assert "restore_cold_s" not in right.samples
+    assert "came back with other bytes" in str(wrong.error)
+
+
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     with Nursery() as started:
