@@ -77,26 +77,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> int:
     plan = _plan(given)
     parts = _parts(given)
-    measured = runner.new_results(plan.mode)
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / "results.json"
-    if path.exists() and (given.add or not plan.cases):
-        before = results.read(str(path))
-        before.cases = [
-            case for case in before.cases if all(case.case.name != now.name for now in plan.cases)
-        ]
-        if plan.cases:
-            measured.cases, measured.seconds = before.cases, before.seconds
-        else:
-            measured = before
+    measured = _before(given, plan, path)
+    known = measured.errors
     errors: list[str] = []
     try:
         with _progress(runner.steps(plan) + _steps(parts)) as (say, advance):
-            try:
-                if plan.cases:
-                    runner.run(plan, measured, say, advance, keep=lambda: results.write(measured, str(path)))
-            finally:
-                errors += measured.errors
+            if plan.cases:
+                runner.run(plan, measured, say, advance, keep=lambda: results.write(measured, str(path)))
+                errors += [error for error in measured.errors if error not in known]
             for name in parts:
                 section = more.run(name, given.dir, given.out / f"{name}.json", quick=given.quick, say=say)
                 errors += [f"{name}: {section.error}"] if section.error else []
@@ -112,6 +102,22 @@ def _run(given: argparse.Namespace) -> int:
         print(f"failed: {error}", file=sys.stderr)
     # What is not installed is no failure; what is, and saved or restored wrongly, is.
     return 1 if errors else 0
+
+
+def _before(given: argparse.Namespace, plan: runner.Plan, path: Path) -> Results:
+    """What there is to go on with: nothing, or what an earlier run has measured that this one does not."""
+    measured = runner.new_results(plan.mode)
+    if path.exists() and (given.add or not plan.cases):
+        earlier = results.read(str(path))
+        again = {case.name for case in plan.cases}
+        if not plan.cases:
+            return earlier
+        measured.cases = [case for case in earlier.cases if case.case.name not in again]
+        measured.seconds = earlier.seconds
+    elif not plan.cases:
+        runner.describe(measured, given.dir)
+        results.write(measured, str(path))
+    return measured
 
 
 def _report(given: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from native_bench.cases import GIB
+from native_bench.cases import FULL, GIB
 from native_bench.results import CaseResult, Results, System, quartiles
 from native_bench.sections import Section
 from native_bench.targets import Target, limit_of, memcpy_of, overhead_s, summary, targets
@@ -28,7 +28,9 @@ def render(
         Target(section.title, f"failed: {section.error}", "–", None) for section in sections if section.error
     ]
     parts = [_head(results, sections), _target_table([*targets(results), *more])]
-    parts += [_case(results, case, images or {}) for case in results.cases]
+    names = [case.name for case in FULL]
+    for case in sorted(results.cases, key=lambda case: [*names, case.case.name].index(case.case.name)):
+        parts.append(_case(results, case, images or {}))
     parts += [_section(results, section) for section in sections]
     parts.append(_how(results))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -236,6 +238,8 @@ def _overheads(small: CaseResult, large: CaseResult | None) -> list[str]:
 
 
 def _how(results: Results) -> str:
+    if not results.cases:
+        return ""
     lines = [
         "## How it was measured",
         "",

@@ -87,8 +87,7 @@ def run(
     """Fill `results`, case by case; `keep` is called after each, and whenever it ends. Whatever happens,
     processes are ended and files removed before it returns."""
     start = time.monotonic() - results.seconds
-    results.machine = _plain(condition_of(plan.directory).to_json())
-    results.versions = versions_of(VERSIONS)
+    describe(results, plan.directory)
     try:
         with _orderly_end():
             tuned: dict[tuple[str, str], Tuned] = {}
@@ -106,6 +105,12 @@ def run(
         results.seconds = time.monotonic() - start
         if results.cases:
             keep()
+
+
+def describe(results: Results, directory: Path) -> None:
+    """Put down what machine it is, in what condition, with which packages."""
+    results.machine = _plain(condition_of(directory).to_json())
+    results.versions = versions_of(VERSIONS)
 
 
 def new_results(mode: str) -> Results:

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from native_bench import ground, runner
+from native_bench import ground, results, runner
+from native_bench.__main__ import main
 from native_bench.cases import MIB, Case, fill, layout
 from native_bench.nursery import Nursery
 from native_bench.results import CaseResult, Results
@@ -30,10 +31,10 @@ def measure(directory: Path, case: Case, *systems: str, rounds: int = 2) -> Case
     plan = runner.Plan(
         mode="quick", cases=(case,), systems=systems, directory=directory, rounds=rounds, limits=False
     )
-    results = runner.new_results("quick")
-    runner.run(plan, results, lambda text: None)
+    found = runner.new_results("quick")
+    runner.run(plan, found, lambda text: None)
     assert list(directory.iterdir()) == []
-    return results.cases[0]
+    return found.cases[0]
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +129,9 @@ def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(tmp_path: Pa
         limits=False,
         warm=False,
     )
-    results = runner.new_results("quick")
-    runner.run(plan, results, lambda text: None)
-    for case, rounds in zip(results.cases, (1, 2), strict=True):
+    found = runner.new_results("quick")
+    runner.run(plan, found, lambda text: None)
+    for case, rounds in zip(found.cases, (1, 2), strict=True):
         system = case.find(slow)
         assert system is not None
         assert system.error is None
@@ -148,9 +149,9 @@ def test_without_a_turn_to_warm_up_every_restore_is_checked_all_the_same(tmp_pat
         limits=False,
         warm=False,
     )
-    results = runner.new_results("quick")
-    runner.run(plan, results, lambda text: None)
-    right, wrong = (results.cases[0].find(FAKES + name) for name in ("LikeTorch", "WrongLikeTorch"))
+    found = runner.new_results("quick")
+    runner.run(plan, found, lambda text: None)
+    right, wrong = (found.cases[0].find(FAKES + name) for name in ("LikeTorch", "WrongLikeTorch"))
     assert right is not None
     assert wrong is not None
     assert right.error is None
@@ -225,6 +226,25 @@ def test_an_interrupted_run_leaves_nothing_but_its_results(tmp_path: Path) -> No
     assert list(work.iterdir()) == []
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     assert msgspec.json.decode((out / "results.json").read_bytes(), type=Results).interrupted
+
+
+def test_a_run_can_be_added_to_another(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Results:
+        given = ["run", "--quick", "--no-limits", "--dir", str(tmp_path), "--out", str(tmp_path / "out")]
+        assert main([*given, *arguments]) == 0
+        return results.read(str(tmp_path / "out" / "results.json"))
+
+    first = run("--cases", "tmpfs", "--systems", "raw")
+    both = run("--cases", "small", "--systems", "raw", "--add")
+    assert [case.case.name for case in both.cases] == ["tmpfs", "small"]
+    assert both.cases[0] == first.cases[0]
+    assert both.seconds > first.seconds
+    again = run("--cases", "small", "--systems", "raw")
+    assert [case.case.name for case in again.cases] == ["small"]
+    assert run("--cases", "growth") == again
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "## One rank, 500 tensors" in text
+    assert "## What grows" in text
 
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
