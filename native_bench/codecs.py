@@ -138,7 +138,7 @@ def section(directory: Path, quick: bool) -> Section:
         "`python -m native_bench.codecs` has other levels, too."
     ]
     target = Target("compression, ratio and rate", measured, REPORTED, None)
-    return Section(name="", title="", text=text, tables=[Table(head=head, rows=cells)], targets=[target])
+    return Section(text=text, tables=[Table(head=head, rows=cells)], targets=[target])
 
 
 def _all(row: Row) -> str:

@@ -191,9 +191,7 @@ def section(directory: Path, quick: bool) -> Section:
         for figure in figures
         if figure.target is not None
     ]
-    return Section(
-        name="", title="", text=text, tables=[Table(head=["", "measured"], rows=rows)], targets=targets
-    )
+    return Section(text=text, tables=[Table(head=["", "measured"], rows=rows)], targets=targets)
 
 
 def _told(figure: Figure) -> str:

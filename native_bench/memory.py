@@ -194,7 +194,7 @@ def _section(
         f"Saves: what the trainer and its writer hold after each of {count} saves, between which the "
         f"optimizer steps; *→*: the least of {window} saves after the first {warm}, and of the last {window}."
     ]
-    return Section(name="", title="", text=text, tables=[restores, steady], targets=targets)
+    return Section(text=text, tables=[restores, steady], targets=targets)
 
 
 def _most(grown: Sequence[Growth]) -> str:

@@ -20,11 +20,12 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 class Section(msgspec.Struct, kw_only=True):
     """One chapter of the report. text: paragraphs before the tables. samples: every measurement, by figure.
 
-    started: when it was measured, in UTC. error: why there is nothing, or not all.
+    name, title: as `native_bench.more` has them, which puts them in. started: when it was measured, in UTC.
+    error: why there is nothing.
     """
 
-    name: str
-    title: str
+    name: str = ""
+    title: str = ""
     text: list[str] = []
     tables: list[Table] = []
     targets: list[Target] = []

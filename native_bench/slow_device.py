@@ -225,6 +225,4 @@ def _section(
         "out how fast the device is, is not counted; what was written is read back and compared."
     ]
     head = ["device", "raw s", "zstd s", "auto s", "zstd is", "auto is", "auto compressed", "n"]
-    return Section(
-        name="", title="", text=text, tables=[Table(head=head, rows=rows)], targets=targets, samples=samples
-    )
+    return Section(text=text, tables=[Table(head=head, rows=rows)], targets=targets, samples=samples)

@@ -154,6 +154,4 @@ def _section(training: Training, samples: dict[str, list[float]], rounds: int) -
         "*a save adds*: the call, and what such steps take longer; *save*: from the request to the commit. "
         "All are medians."
     ]
-    return Section(
-        name="", title="", text=text, tables=[Table(head=head, rows=rows)], targets=targets, samples=samples
-    )
+    return Section(text=text, tables=[Table(head=head, rows=rows)], targets=targets, samples=samples)

@@ -1,0 +1,55 @@
+"""Are the knobs of the limits found once for cases that are alike, and used for all of them?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from native_bench import limits
+from native_bench.cases import FULL
+from native_bench.native import Limits, Tuned
+
+
+def test_knobs_are_found_once_for_cases_of_a_kind_and_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[str, Any]] = []
+    used: list[tuple[Any, Any]] = []
+    write = limits.WriteKnobs(threads=4, block=16 << 20)
+    read = limits.ReadKnobs(threads=4)
+
+    def best_direct_write(directory: Path, nbytes: int, *, files: int, rounds: int) -> Any:
+        tried.append(("write", nbytes))
+        return SimpleNamespace(knobs=write)
+
+    def best_direct_read(paths: list[str], *, rounds: int) -> Any:
+        tried.append(("read", paths))
+        return SimpleNamespace(knobs=read)
+
+    def measured(*given: Any, **more: Any) -> Any:
+        used.append((given, more))
+        return SimpleNamespace(seconds=(3.0, 1.0, 2.0), gib_s=1.0)
+
+    monkeypatch.setattr(limits, "build", lambda: None)
+    monkeypatch.setattr(limits, "best_direct_write", best_direct_write)
+    monkeypatch.setattr(limits, "best_direct_read", best_direct_read)
+    for name in ("direct_write", "direct_read", "memcpy"):
+        monkeypatch.setattr(limits, name, measured)
+    tuned: dict[tuple[str, str], Tuned] = {}
+    by_name = {case.name: case for case in FULL}
+    for name in ("large", "two-ranks", "small", "tmpfs"):
+        one = Limits(by_name[name], tmp_path, tuned)
+        one.prepare(4096)
+        used.clear()
+        assert one.alone() == {"save_s": 1.0, "memcpy_s": 2.0}
+        (written, more), _ = used
+        assert written[2] is write
+        assert more["files"] == by_name[name].world_size
+        assert one.read([f"{name}/shard-0", f"{name}/INDEX"], "cold") == {"restore_cold_s": 3.0}
+        assert used[-1][0] == ([f"{name}/shard-0"], read)
+        assert "`direct_write` (threads, 4, 16 MiB blocks)" in one.how
+    # Two ranks are like one, small tensors are not, nor is memory.
+    assert [what for what, _ in tried] == ["write", "read"] * 3
