@@ -83,7 +83,7 @@ def _run(given: argparse.Namespace) -> int:
     known = measured.errors
     errors: list[str] = []
     try:
-        with _progress(runner.steps(plan) + _steps(parts)) as (say, advance):
+        with runner.orderly_end(), _progress(runner.steps(plan) + _steps(parts)) as (say, advance):
             if plan.cases:
                 runner.run(plan, measured, say, advance, keep=lambda: results.write(measured, str(path)))
                 errors += [error for error in measured.errors if error not in known]

@@ -89,7 +89,7 @@ def run(
     start = time.monotonic() - results.seconds
     describe(results, plan.directory)
     try:
-        with _orderly_end():
+        with orderly_end():
             tuned: dict[tuple[str, str], Tuned] = {}
             with Nursery() as nursery:
                 for case in plan.cases:
@@ -415,7 +415,7 @@ _FIELDS = dataclasses.make_dataclass(
 
 
 @contextlib.contextmanager
-def _orderly_end() -> Iterator[None]:
+def orderly_end() -> Iterator[None]:
     """A termination is an interruption: workers are ended and files removed."""
 
     def interrupt(number: int, frame: object) -> None:

@@ -228,6 +228,31 @@ def test_an_interrupted_run_leaves_nothing_but_its_results(tmp_path: Path) -> No
     assert msgspec.json.decode((out / "results.json").read_bytes(), type=Results).interrupted
 
 
+def test_an_interrupted_part_leaves_nothing(tmp_path: Path) -> None:
+    work, out = tmp_path / "work", tmp_path / "out"
+    work.mkdir()
+    run = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "native_bench", "run", "--quick", "--cases", "step-time"),
+            *("--dir", str(work), "--out", str(out)),
+        ],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )
+    deadline = time.monotonic() + 60
+    while not list(work.iterdir()):
+        assert time.monotonic() < deadline
+        assert run.poll() is None
+        time.sleep(0.02)
+    (part,) = _children(run.pid)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert not Path(f"/proc/{part}").exists()
+    assert list(work.iterdir()) == []
+
+
 def test_a_run_can_be_added_to_another(tmp_path: Path) -> None:
     def run(*arguments: str) -> Results:
         given = ["run", "--quick", "--no-limits", "--dir", str(tmp_path), "--out", str(tmp_path / "out")]
