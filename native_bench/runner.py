@@ -22,6 +22,7 @@ from native_bench.limits import LimitError
 from native_bench.mounts import mount_of
 from native_bench.native import Limits, Tuned
 from native_bench.nursery import Nursery
+from native_bench.pace import enough
 from native_bench.peers import make
 from native_bench.peers.base import files_below
 from native_bench.results import NATIVE, CaseResult, Results, System
@@ -57,8 +58,9 @@ class Plan:
     """What to measure.
 
     rounds: of every system. The slower it is, the earlier it stops: when its rounds have taken `patience`
-    times as long as one of the engine's, unless the case names it, or one round took `round_s`. The report
-    shows how often each was measured.
+    times as long as one of the engine's, unless the case names it, or one round took `round_s`; its first
+    turn, which else is not counted, is all it has if that alone took so long. The report shows how often each
+    was measured.
     deadline_s: for one save or restore of a GiB, and at least for one of anything; a system that needs longer
     has failed.
     warm: systems have an untimed turn first, in which memory is made, and restores are checked for which
@@ -153,6 +155,7 @@ class _Bench:
         self.fresh: set[str] = set()
         self.checked: set[str] = set()
         self.systems: dict[str, System] = {}
+        self.warm_ups: dict[str, System] = {}
         self.last_round: dict[str, float] = {}
         self.step = 0
         self.round = 0
@@ -185,7 +188,7 @@ class _Bench:
                         began = time.monotonic()
                         self._turn(name)
                         self.last_round[name] = time.monotonic() - began
-                        self._record(self.systems[name], {"turn_s": self.last_round[name]})
+                        self._record(name, {"turn_s": self.last_round[name]})
                     self.advance()
                 self.say(f"{self.case.name}: round {self.round} of {self.plan.rounds} done")
             if NATIVE in self.systems and self.limits is not None:
@@ -259,28 +262,21 @@ class _Bench:
         system = self.systems[name]
         if system.error or (self._source(name) and name != NATIVE):
             return False  # failed, or measured with the one whose files it reads
-        if name in ("engine", NATIVE) or self.round == 1:
+        if name in ("engine", NATIVE):
             return True
-        rounds = self.round - 1
         if system.note:
             return False
-        if self.last_round.get(name, 0.0) > self.plan.round_s:
+        rounds = self.round - 1
+        if rounds and self.last_round.get(name, 0.0) > self.plan.round_s:
             system.note = f"stopped after {rounds}: a round took {self.last_round[name]:.0f} s"
             return False
-        own, engines = self._timed(name, beside=name), self._timed("engine", beside=name)
-        far = name not in self.case.named and rounds * own > self.plan.patience * engines
-        if engines and far:
-            system.note = f"stopped after {rounds}: {own / engines:.0f} × the engine's time"
-            return False
-        return True
-
-    def _timed(self, name: str, *, beside: str) -> float:
-        """Seconds of the figures that `beside` has, too."""
-        system, other = self.systems.get(name), self.systems[beside]
-        if system is None:
-            return 0.0
-        figures = [figure for figure in ("save_s", "restore_cold_s", "restore_hot_s") if other.rounds(figure)]
-        return sum(system.median(figure) or 0.0 for figure in figures)
+        seen = system if rounds else self.warm_ups.get(name)
+        if seen is None or name in self.case.named:
+            return True
+        system.note = enough(seen, self.systems.get("engine"), rounds, self.plan.patience)
+        if system.note:
+            system.samples = seen.samples
+        return not system.note
 
     def _source(self, name: str) -> System | None:
         """The system whose files this one reads in that one's turn, if it still runs."""
@@ -293,7 +289,7 @@ class _Bench:
         if name == NATIVE:
             assert self.limits is not None
             try:
-                self._record(self.systems[name], self.limits.alone())
+                self._record(name, self.limits.alone())
             except LimitError as exc:
                 self._fail(name, str(exc))
             return
@@ -307,8 +303,7 @@ class _Bench:
             figures = self._order(name, "save", directory)
             if figures is None:
                 return
-            if timed:
-                self._record(self.systems[name], figures)
+            self._record(name, figures, timed)
             self._restores(name, root, directory, timed)
         finally:
             # Not the root itself: the engine keeps files there for as long as it is open.
@@ -358,8 +353,8 @@ class _Bench:
                     if answered is None:
                         continue
                     figures = {f"restore_{kind}_{key}": value for key, value in answered.items()}
-                if timed and not elsewhere:
-                    self._record(self.systems[reader], figures)
+                if not elsewhere:
+                    self._record(reader, figures, timed)
 
     def _reads(self, other: str, name: str) -> bool:
         if other == NATIVE:
@@ -378,7 +373,9 @@ class _Bench:
         self.systems[name].error = error
         self.say(f"{self.case.name}: {name} failed: {error}")
 
-    def _record(self, system: System, figures: dict[str, float]) -> None:
+    def _record(self, name: str, figures: dict[str, float], timed: bool = True) -> None:
+        kept = self.systems if timed else self.warm_ups
+        system = kept.setdefault(name, System(name=name, title=name))
         for figure, value in figures.items():
             system.samples.setdefault(figure, []).append(value)
 

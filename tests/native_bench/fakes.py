@@ -47,6 +47,10 @@ class LikeTorch(TorchSave):
     traits = Traits(name="like-torch", title="like torch", how="", restores_like="torch")
 
 
+class SlowToo(Slow):
+    traits = Traits(name="slow-too", title="slow, too", how="")
+
+
 class WrongLikeTorch(Wrong):
     traits = Traits(name="wrong-like-torch", title="wrong like torch", how="", restores_like="torch")
 

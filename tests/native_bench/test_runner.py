@@ -116,27 +116,29 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "rank 1: died with exit status 7" in str(dying.error)
 
 
-def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(tmp_path: Path) -> None:
-    slow = FAKES + "Slow"
-    named = msgspec.structs.replace(TINY, name="named", named=(slow,))
+@pytest.mark.parametrize(("warm", "why"), [(False, "stopped after 1: "), (True, "only its first turn was ")])
+def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(
+    tmp_path: Path, warm: bool, why: str
+) -> None:
+    slow, named = FAKES + "Slow", FAKES + "SlowToo"
     plan = runner.Plan(
         mode="quick",
-        cases=(TINY, named),
-        systems=("engine", slow),
+        cases=(msgspec.structs.replace(TINY, named=(named,)),),
+        systems=("engine", slow, named),
         directory=tmp_path,
         rounds=2,
         patience=2.0,
         limits=False,
-        warm=False,
+        warm=warm,
     )
     found = runner.new_results("quick")
     runner.run(plan, found, lambda text: None)
-    for case, rounds in zip(found.cases, (1, 2), strict=True):
-        system = case.find(slow)
+    for name, rounds in ((slow, 1), (named, 2)):
+        system = found.cases[0].find(name)
         assert system is not None
         assert system.error is None
-        assert system.rounds("save_s") == rounds
-        assert (system.note or "").startswith("stopped after 1: ") == (rounds == 1)
+        assert system.rounds("save_s") == system.rounds("restore_cold_s") == rounds
+        assert (system.note or "").startswith(why) == (rounds == 1)
 
 
 def test_without_a_turn_to_warm_up_every_restore_is_checked_all_the_same(tmp_path: Path) -> None:
