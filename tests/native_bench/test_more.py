@@ -11,8 +11,13 @@ from native_bench import more, sections
 from native_bench.memory import growth
 from native_bench.slow_device import Device, Shard
 
+IN_A_SAMPLE = (pytest.mark.slow, pytest.mark.sample)
 
-@pytest.mark.parametrize("name", ["step-time", "codecs", "slow-device", "growth"])
+
+@pytest.mark.parametrize(
+    "name",
+    ["slow-device", *(pytest.param(name, marks=IN_A_SAMPLE) for name in ("step-time", "codecs", "growth"))],
+)
 def test_every_part_comes_to_tables_and_targets(tmp_path: Path, name: str) -> None:
     section = more.run(name, tmp_path, tmp_path / "section.json", quick=True)
     assert section.error is None

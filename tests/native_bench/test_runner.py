@@ -17,7 +17,8 @@ from native_bench import ground, results, runner
 from native_bench.__main__ import main
 from native_bench.cases import MIB, Case, fill, layout
 from native_bench.nursery import Nursery
-from native_bench.results import CaseResult, Results
+from native_bench.pace import enough
+from native_bench.results import CaseResult, Results, System
 from native_bench.team import Missing, Team, TeamError
 from native_bench.worker import Order
 
@@ -116,10 +117,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "rank 1: died with exit status 7" in str(dying.error)
 
 
-@pytest.mark.parametrize(("warm", "why"), [(False, "stopped after 1: "), (True, "only its first turn was ")])
-def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(
-    tmp_path: Path, warm: bool, why: str
-) -> None:
+def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(tmp_path: Path) -> None:
     slow, named = FAKES + "Slow", FAKES + "SlowToo"
     plan = runner.Plan(
         mode="quick",
@@ -129,7 +127,6 @@ def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(
         rounds=2,
         patience=2.0,
         limits=False,
-        warm=warm,
     )
     found = runner.new_results("quick")
     runner.run(plan, found, lambda text: None)
@@ -138,7 +135,23 @@ def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(
         assert system is not None
         assert system.error is None
         assert system.rounds("save_s") == system.rounds("restore_cold_s") == rounds
-        assert (system.note or "").startswith(why) == (rounds == 1)
+        assert (system.note or "").startswith("only its first turn was measured: ") == (rounds == 1)
+
+
+def test_a_system_is_measured_the_less_the_farther_it_is_behind() -> None:
+    def took(**figures: float) -> System:
+        return System(name="", title="", samples={name: [seconds] for name, seconds in figures.items()})
+
+    engine = took(save_s=1.0, restore_cold_s=0.5, restore_hot_s=0.5)
+    twice = took(save_s=2.0, restore_cold_s=1.0, restore_hot_s=1.0)
+    assert [enough(twice, engine, rounds, 6.0) is None for rounds in range(5)] == [True] * 4 + [False]
+    assert enough(twice, engine, 4, 6.0) == "stopped after 4: 2 × the engine's time"
+    assert enough(took(save_s=7.0), engine, 0, 6.0) == (
+        "only its first turn was measured: 7 × the engine's time"
+    )
+    # Of what only restores, no save of the engine's counts; and without an engine nothing is far behind it.
+    assert enough(took(restore_hot_s=2.0), engine, 2, 6.0) == "stopped after 2: 4 × the engine's time"
+    assert enough(took(save_s=99.0), None, 3, 6.0) is None
 
 
 def test_without_a_turn_to_warm_up_every_restore_is_checked_all_the_same(tmp_path: Path) -> None:
