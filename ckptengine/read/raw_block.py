@@ -1,28 +1,34 @@
 """How do a raw block's bytes get from the file to their destinations and into its digest, in one pass?
 
 Piece by piece: a piece is read, digested and copied on while it is in the core's own cache. From the page
-cache, a piece that goes to one place only is read there straight, and only small or shared ones go through
-the buffer. From the disk, all go through the buffer, whose huge pages the device likes better than whatever
-pages the destination has. So bytes arrive before the block's digest is known: the caller compares it, and
-says so if they were damaged.
+cache, what goes to one place only is read there straight, with one system call for many places, and only tiny
+or shared parts go through the buffer. From the disk, all go through the buffer, whose huge pages the device
+likes better than whatever pages the destination has. So bytes arrive before the block's digest is known: the
+caller compares it, and says so if they were damaged.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from ckptengine.format.digest import PIECE_NBYTES, Hasher
 from ckptengine.read.plan import Copy
 from ckptengine.storage.direct import AlignedBuffer
+from ckptengine.storage.memory import move
 from ckptengine.storage.store import BlockReader, ReadSource
 
 READ_NBYTES = 8 << 20
 """One read from the disk, and a thread's buffer. Smaller ones are as fast on a local disk, not on a striped
 file system."""
 
-STRAIGHT_NBYTES = 64 << 10
-"""Shorter runs go through the buffer: a system call for each would cost more than copying them."""
+STRAIGHT_NBYTES = 2 << 10
+"""Shorter runs go through the buffer: to make each known to the system call and to the digest would cost more
+than copying it."""
+
+MAX_PIECES = 1024
+"""Of memory that one system call fills (IOV_MAX)."""
 
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -68,54 +74,72 @@ def deliver(
         return hasher and hasher.digest(), source
     # Through a cold page cache, longer reads: each starts the next ones' readahead.
     step = PIECE_NBYTES if source == "cache" and verify else READ_NBYTES
-    for run in _runs(copies, nbytes):
-        give = _Giver(run.copies)
-        for start in range(run.start, run.stop, step):
-            stop = min(start + step, run.stop)
-            if run.address is None:
-                place = start if keep else 0
-                data = buffer.view[place : place + stop - start]
-            else:
-                data = _memory_at(run.address + start - run.start, stop - start, _WRITABLE)
-            file.pread_into(offset + start, data, source)
-            if hasher is not None:
-                hasher.update(data)
-            if run.address is None:
-                give(start, stop, buffer.address + place)
+    for pieces in _batches(copies, nbytes, step):
+        first = pieces[0][0]
+        origin = 0 if keep else -first  # the buffer's place for the block's first byte
+        views = [
+            buffer.view[start + origin : stop + origin]
+            if address is None
+            else _memory_at(address, stop - start, _WRITABLE)
+            for start, stop, address, _ in pieces
+        ]
+        file.preadv_into(offset + first, views, source)
+        if hasher is not None:
+            for view in views:
+                hasher.update(view)
+        for start, stop, _, giver in pieces:
+            if giver is not None:
+                giver(start, stop, buffer.address + start + origin)
     return hasher and hasher.digest(), source
 
 
-class _Run:
-    """Bytes [start, stop) of a block: to be read to `address`, or into a buffer for `copies` to be made."""
-
-    __slots__ = ("address", "copies", "start", "stop")
-
-    def __init__(self, start: int, stop: int, address: int | None, copies: Sequence[Copy] = ()) -> None:
-        self.start = start
-        self.stop = stop
-        self.address = address
-        self.copies = copies
+_Piece: TypeAlias = "tuple[int, int, int | None, _Giver | None]"
+"""Bytes [start, stop) of a block: to be read to an address, or into the buffer and from there given on."""
 
 
-def _runs(copies: Sequence[Copy], nbytes: int) -> Iterator[_Run]:
-    """Cuts a block into long runs that one copy alone wants, and what lies between them."""
+def _batches(copies: Sequence[Copy], nbytes: int, step: int) -> Iterator[list[_Piece]]:
+    """Cuts a block into pieces, and these into what is to be read at once: up to `step` bytes."""
+    pieces: list[_Piece] = []
+    room = step
+    for piece in _runs(copies, nbytes):
+        while (length := piece[1] - piece[0]) > room:
+            start, stop, address, give = piece
+            cut = start + room
+            pieces.append((start, cut, address, give))
+            piece = (cut, stop, None if address is None else address + room, give)
+            yield pieces
+            pieces, room = [], step
+        pieces.append(piece)
+        room -= length
+        if not room or len(pieces) == MAX_PIECES:
+            yield pieces
+            pieces, room = [], step
+    if pieces:
+        yield pieces
+
+
+def _runs(copies: Sequence[Copy], nbytes: int) -> Iterator[_Piece]:
+    """Cuts a block into runs that one copy alone wants, and what lies between them."""
     at = 0
     between: list[Copy] = []
     end_before = 0
+    last = len(copies) - 1
     for i, copy in enumerate(copies):
-        end = copy.at + copy.nbytes
-        alone = end_before <= copy.at and (i + 1 == len(copies) or copies[i + 1].at >= end)
-        end_before = max(end_before, end)
-        if copy.nbytes < STRAIGHT_NBYTES or not alone:
+        begin, length, address = copy
+        end = begin + length
+        alone = end_before <= begin and (i == last or copies[i + 1].at >= end)
+        if end > end_before:
+            end_before = end
+        if length < STRAIGHT_NBYTES or not alone:
             between.append(copy)
             continue
-        if at < copy.at:
-            yield _Run(at, copy.at, None, between)
+        if at < begin:
+            yield at, begin, None, _Giver(between)
             between = []
-        yield _Run(copy.at, end, copy.address)
+        yield begin, end, address, None
         at = end
     if at < nbytes:
-        yield _Run(at, nbytes, None, between)
+        yield at, nbytes, None, _Giver(between)
 
 
 class _Giver:
@@ -144,4 +168,4 @@ class _Giver:
                 self._open.append(copy)
                 end = stop
             first = at if at > start else start
-            ctypes.memmove(to + first - at, address + first - start, end - first)
+            move(to + first - at, address + first - start, end - first)

@@ -8,7 +8,6 @@ leaves that where it went.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import threading
@@ -26,6 +25,7 @@ from ckptengine.read import raw_block
 from ckptengine.read.damage import Damage, touched
 from ckptengine.read.plan import BlockRead, Destination, plan_reads
 from ckptengine.storage.direct import AlignedBuffer
+from ckptengine.storage.memory import move
 from ckptengine.storage.store import BlockReader, ReadSource, Store
 from ckptengine.storage.threads import in_threads
 
@@ -315,4 +315,4 @@ class ShardReader:
 def scatter(read: BlockRead, address: int) -> None:
     """Makes a block's copies, from the block's bytes at `address`."""
     for at, nbytes, to in read.copies:
-        ctypes.memmove(to, address + at, nbytes)
+        move(to, address + at, nbytes)

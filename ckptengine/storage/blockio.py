@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Sequence
 
 from ckptengine.errors import StorageError
 from ckptengine.storage.direct import DirectFile, DirectMode
@@ -207,6 +208,33 @@ class PosixReader:
         finally:
             self._files.leave()
 
+    def preadv_into(
+        self, offset: int, outs: Sequence[memoryview], source: ReadSource | None = None
+    ) -> ReadSource:
+        self._enter(offset)
+        try:
+            nbytes = sum([out.nbytes for out in outs])
+            source = source or self._source(offset, nbytes)
+            if source != "direct":
+                try:
+                    done = os.preadv(self._files.fd, outs, offset)
+                except OSError as exc:
+                    raise self._error(exc, offset, nbytes) from exc
+                if done == nbytes:
+                    return source
+            # Direct, whose rules each piece may keep or not; or cut short, and the rest tells why.
+            for out in outs:
+                source = self._read(offset, out, source)
+                offset += out.nbytes
+            return source
+        finally:
+            self._files.leave()
+
+    def _error(self, exc: OSError, offset: int, nbytes: int) -> StorageError:
+        error = storage_error(exc, self._path, f"read {nbytes} bytes")
+        error.offset = offset
+        return error
+
     def _enter(self, offset: int) -> None:
         if not self._files.enter():
             raise StorageError("the file is closed", errno=errno.EBADF, path=self._path, offset=offset)
@@ -228,9 +256,7 @@ class PosixReader:
             except OSError as exc:
                 if fd >= 0 and direct.refuse(exc):
                     continue
-                error = storage_error(exc, self._path, f"read {out.nbytes} bytes")
-                error.offset = offset
-                raise error from exc
+                raise self._error(exc, offset, out.nbytes) from exc
             if n == 0:
                 raise StorageError(
                     f"short read: the file ends at byte {offset}",

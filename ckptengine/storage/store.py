@@ -24,6 +24,7 @@ retried here. All methods may be called from any thread.
 from __future__ import annotations
 
 import builtins
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -100,6 +101,13 @@ class BlockReader(Protocol):
 
         source: what `source` said of a range around this one; by default this one is asked about. Returns
         where the bytes came from."""
+        ...
+
+    def preadv_into(
+        self, offset: int, outs: Sequence[memoryview], source: ReadSource | None = None
+    ) -> ReadSource:
+        """Fill up to 1,024 pieces of memory, one after the other, with what the file has from `offset` on;
+        otherwise as `pread_into`. For small pieces, which cost one system call together."""
         ...
 
     def close(self) -> None:

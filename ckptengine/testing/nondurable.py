@@ -26,7 +26,7 @@ import posixpath
 import random
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -356,6 +356,14 @@ class _Reader:
                 )
             out.cast("B")[:] = data
             return "buffered"
+
+    def preadv_into(
+        self, offset: int, outs: Sequence[memoryview], source: ReadSource | None = None
+    ) -> ReadSource:
+        for out in outs:
+            self.pread_into(offset, out, source)
+            offset += out.nbytes
+        return "buffered"
 
     def close(self) -> None:
         self._open = False

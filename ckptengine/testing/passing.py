@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckptengine.storage.store import BlockReader, ReadSource
 
 
@@ -20,6 +22,16 @@ class PassingReader:
 
     def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         return self.inner.pread_into(offset, out, source)
+
+    def preadv_into(
+        self, offset: int, outs: Sequence[memoryview], source: ReadSource | None = None
+    ) -> ReadSource:
+        """Piece by piece, so that whoever changes `pread_into` has changed this too."""
+        found = source
+        for out in outs:
+            found = self.pread_into(offset, out, source)
+            offset += out.nbytes
+        return found or "buffered"
 
     def close(self) -> None:
         self.inner.close()

@@ -22,6 +22,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
@@ -405,6 +406,31 @@ class StoreContract:
                 source = reader.pread_into(offset, buffer.view[:nbytes])
                 assert source in ("cache", "direct", "buffered")
                 assert bytes(buffer.view[:nbytes]) == data[offset : offset + nbytes]
+
+    def test_one_read_fills_many_pieces_in_order(self, store: Store, root: str) -> None:
+        path = posixpath.join(root, "file")
+        data = random.Random(5).randbytes(50_000)
+        write_file(store, path, data)
+        cuts = [3, 4, 4, 4100, 12_292, 49_999]
+        with store.open(path) as reader, AlignedBuffer(65536) as buffer:
+            for asked in (None, reader.source(3, 49_996)):
+                buffer.view[:] = bytes(65536)
+                # In memory they lie the other way round.
+                pieces = [buffer.view[50_000 - stop : 50_000 - start] for start, stop in pairwise(cuts)]
+                assert reader.preadv_into(3, pieces, asked) in ("cache", "direct", "buffered")
+                found = [bytes(piece) for piece in pieces]
+                assert found == [data[start:stop] for start, stop in pairwise(cuts)]
+
+    def test_a_read_of_many_pieces_past_the_end_is_an_error_at_the_piece(
+        self, store: Store, root: str
+    ) -> None:
+        path = posixpath.join(root, "file")
+        write_file(store, path, bytes(8192))
+        with store.open(path) as reader, AlignedBuffer(16384) as buffer:
+            pieces = [buffer.view[:4096], buffer.view[4096:12_288], buffer.view[12_288:]]
+            with pytest.raises(StorageError, match="short read") as caught:
+                reader.preadv_into(0, pieces)
+            assert (caught.value.path, caught.value.offset) == (path, 4096)
 
     def test_reads_by_many_threads(self, store: Store, root: str) -> None:
         path = posixpath.join(root, "file")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -42,6 +42,14 @@ class MemoryReader:
         self.reads.append((offset, len(out)))
         return self._source
 
+    def preadv_into(
+        self, offset: int, outs: Sequence[memoryview], source: ReadSource | None = None
+    ) -> ReadSource:
+        for out in outs:
+            self.pread_into(offset, out, source)
+            offset += len(out)
+        return self._source
+
     def close(self) -> None:
         pass
 
@@ -55,7 +63,7 @@ class MemoryReader:
 @contextmanager
 def small_steps() -> Iterator[None]:
     """As if caches held 8 bytes, so that a few hundred bytes show everything."""
-    with mock.patch.multiple(raw_block, PIECE_NBYTES=8, READ_NBYTES=32, STRAIGHT_NBYTES=12):
+    with mock.patch.multiple(raw_block, PIECE_NBYTES=8, READ_NBYTES=32, STRAIGHT_NBYTES=12, MAX_PIECES=3):
         yield
 
 
