@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptengine.errors import CheckpointError, CorruptCheckpointError
@@ -40,16 +40,22 @@ def open_header(store: Store, step_path: str, ref: ShardRef, manifest: Manifest)
         return read_header(file, path, ref, manifest)
 
 
-def scan_shard(store: Store, step_path: str, ref: ShardRef, manifest: Manifest) -> ShardColumns:
+def scan_shard(
+    store: Store,
+    step_path: str,
+    ref: ShardRef,
+    manifest: Manifest,
+    scan: Callable[[bytes], ShardColumns] = scan_header,
+) -> ShardColumns:
     """What INDEX is to hold of a shard, after checking its path, its size and its header's digest.
 
     For whoever has the digest from the header's writer: what the header says is not checked once more, but
-    for whose it is. Raises as `open_header` does.
+    for whose it is. Raises as `open_header` does. scan: for whoever has scanned that header before.
     """
     with _opened(store, step_path, ref) as (path, file):
         data = _checked_bytes(file, path, ref, manifest)
         try:
-            columns = scan_header(data)
+            columns = scan(data)
         except (ValueError, KeyError) as error:
             raise CorruptCheckpointError(
                 f"malformed shard header: {error}", path=path, rank=ref.rank

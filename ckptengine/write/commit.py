@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import msgspec
@@ -26,6 +26,7 @@ from ckptengine.format.manifest import IndexRef, Manifest, ShardRef, decode_mani
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId
 from ckptengine.read.shards import scan_shard
 from ckptengine.storage.store import Store
+from ckptengine.write.draft import IndexDraft
 from ckptengine.write.messages import Receipt, WriteTask, failed_key, receipt_key
 from ckptengine.write.waiting import wait_for_key
 
@@ -59,13 +60,19 @@ def _wait_for_receipt(transport: Transport, task: WriteTask, rank: int) -> Recei
 
 
 def commit(
-    store: Store, step_path: str, task: WriteTask, receipts: Sequence[Receipt], shard_paths: Sequence[str]
+    store: Store,
+    step_path: str,
+    task: WriteTask,
+    receipts: Sequence[Receipt],
+    shard_paths: Sequence[str],
+    own: Future[IndexDraft],
 ) -> Manifest:
     """Check every shard from this mount, publish `INDEX` and `MANIFEST.json`, and return the manifest.
 
     The check is not politeness: a client that lost its connection can report a good sync for bytes that other
     mounts never see. A header with the digest that its rank reported is the one that rank encoded, so it is
-    only scanned for INDEX: decoding the headers of thousands of ranks takes longer than all else here.
+    only scanned for INDEX: decoding the headers of thousands of ranks takes longer than all else here. The
+    coordinator's has been, into `own`.
     Publishing is idempotent; an attempt older than the committed one is refused with `SaveFailedError`.
     """
     attempt_path = f"{step_path}/{task.attempt}"
@@ -91,8 +98,8 @@ def commit(
         shards=tuple(refs),
         index=None,
     )
-    contents = _check_shards(store, step_path, draft)
-    index = _index(contents, step_path)
+    contents = _check_shards(store, step_path, draft, task.rank, own)
+    index = own.result().index or _index(contents, step_path)
     manifest = replace(
         draft,
         tensors=contents.tensors,
@@ -109,9 +116,13 @@ def commit(
     return manifest
 
 
-def _check_shards(store: Store, step_path: str, manifest: Manifest) -> IndexBuilder:
+def _check_shards(
+    store: Store, step_path: str, manifest: Manifest, rank: int, own: Future[IndexDraft]
+) -> IndexBuilder:
     def check(ref: ShardRef) -> ShardColumns:
         try:
+            if ref.rank == rank:
+                return scan_shard(store, step_path, ref, manifest, lambda header: own.result().columns)
             return scan_shard(store, step_path, ref, manifest)
         except (OSError, CheckpointError) as error:
             raise SaveFailedError(
@@ -124,8 +135,10 @@ def _check_shards(store: Store, step_path: str, manifest: Manifest) -> IndexBuil
     with ThreadPoolExecutor(
         min(HEADER_READERS, len(manifest.shards)), thread_name_prefix="ckpt-commit"
     ) as pool:
-        contents = IndexBuilder()
-        for shard in pool.map(check, manifest.shards):
+        others = pool.map(check, manifest.shards)
+        next(others)  # the coordinator's, which the draft has
+        contents = own.result().contents
+        for shard in others:
             contents.add(shard)
         return contents
 

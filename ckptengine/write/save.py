@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import time
+from concurrent.futures import Future
 
 import msgspec
 
@@ -25,6 +26,7 @@ from ckptengine.format.shard import HeaderTemplate
 from ckptengine.staging.status import StatusPage
 from ckptengine.storage.store import Store
 from ckptengine.write.commit import collect_receipts, commit
+from ckptengine.write.draft import IndexDraft, begin_draft
 from ckptengine.write.messages import (
     Outcome,
     Ready,
@@ -57,14 +59,17 @@ def run_save(
     """Bring the staged bytes in `payload` to the commit; how it ended is on the status page and returned,
     never raised. `history`: what earlier saves to this root have shown."""
     reporter = _Reporter(task, page)
+    draft = None
     try:
+        if task.rank == COORDINATOR:
+            draft = begin_draft(bytes(payload[: task.header_nbytes]), task.world_size)
         receipt = _make_durable(task, store, transport, payload, reporter, history)
     except Exception as error:
         logger.warning("step %d, attempt %s, rank %d: %s", task.step, task.attempt, task.rank, error)
         receipt = Receipt(rank=task.rank, failure=Failure.of(error, task.rank))
     try:
         outcome = (
-            _decide(task, store, transport, receipt)
+            _decide(task, store, transport, receipt, draft)
             if task.rank == COORDINATOR
             else _report_and_wait(task, store, transport, receipt)
         )
@@ -224,12 +229,15 @@ def _announce_files(task: WriteTask, store: Store) -> tuple[str, ...]:
     return notes
 
 
-def _decide(task: WriteTask, store: Store, transport: Transport, own: Receipt) -> Outcome:
+def _decide(
+    task: WriteTask, store: Store, transport: Transport, own: Receipt, draft: Future[IndexDraft] | None
+) -> Outcome:
     """The coordinator's decision. Every way out of here is told to the other ranks."""
     try:
         receipts = collect_receipts(transport, task, own)
         paths = [shard_path(task, rank) for rank in range(task.world_size)]
-        manifest = commit(store, step_path(task), task, receipts, paths)
+        assert draft is not None  # or there would be no good receipt
+        manifest = commit(store, step_path(task), task, receipts, paths, draft)
         outcome = msgspec.structs.replace(
             _committed(manifest),
             # The manifest was made, and says so, before it was published.
