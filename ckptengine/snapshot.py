@@ -100,17 +100,18 @@ def plan_snapshot(
 
 
 def _entry(item: StateItem, start: int, stop: int) -> TensorEntry:
+    # By position, as this is done for every tensor.
     return TensorEntry(
-        name=item.name,
-        dtype=item.dtype,
-        shape=item.shape,
-        start=start,
-        stop=stop,
-        chunk=item.chunk,
-        stride=item.stride,
-        placement=item.placement,
-        kind=item.kind,
-        descr=item.descr,
+        item.name,
+        item.dtype,
+        item.shape,
+        start,
+        stop,
+        item.chunk,
+        item.stride,
+        item.placement,
+        item.kind,
+        item.descr,
     )
 
 

@@ -1,8 +1,9 @@
 """How many calls, of Python and of C functions, does each further tensor cost?
 
 Small tensors are bound by what is done for each of them. Calls can be counted, the same on every machine and
-under every load, where microseconds cannot. Each count is of what `more` tensors add, so that it also tells
-whether the work grows with their number and no faster.
+under every load, where microseconds cannot; bounds leave one for the callbacks that others give the collector.
+Each count is of what `more` tensors add, so that it also tells whether the work grows with their number and no
+faster.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def calls_per_tensor(prepare: Callable[[int], Callable[[], object]], more: int =
     return then
 
 
-@pytest.mark.parametrize(("state", "most"), [(flat, 37), (nested, 45), (trained, 55)])
+@pytest.mark.parametrize(("state", "most"), [(flat, 29), (nested, 39), (trained, 48)])
 def test_taking_a_state_apart(state: Make, most: float) -> None:
     def prepare(count: int) -> Callable[[], object]:
         made = state(count)
@@ -101,7 +102,7 @@ def test_copying_into_the_arena(state: Make, most: float) -> None:
     assert calls_per_tensor(prepare) <= most
 
 
-@pytest.mark.parametrize(("state", "encode_most", "decode_most"), [(flat, 9, 11), (nested, 11, 13)])
+@pytest.mark.parametrize(("state", "encode_most", "decode_most"), [(flat, 10, 12), (nested, 12, 14)])
 def test_encoding_and_decoding_a_header(state: Make, encode_most: float, decode_most: float) -> None:
     def encode(count: int) -> Callable[[], object]:
         header = header_of(flatten(state(count)))
@@ -118,7 +119,7 @@ def test_encoding_and_decoding_a_header(state: Make, encode_most: float, decode_
 
 @pytest.mark.parametrize(
     ("saved", "target", "most"),
-    [(flat, flat, 28), (nested, nested, 40), (trained, trained, 68), (trained, untrained, 66)],
+    [(flat, flat, 21), (nested, nested, 33), (trained, trained, 63), (trained, untrained, 60)],
 )
 def test_matching_a_target(saved: Make, target: Make, most: float) -> None:
     def prepare(count: int) -> Callable[[], object]:
@@ -128,7 +129,7 @@ def test_matching_a_target(saved: Make, target: Make, most: float) -> None:
     assert calls_per_tensor(prepare) <= most
 
 
-@pytest.mark.parametrize(("saved", "target", "most"), [(flat, flat, 2), (trained, untrained, 24)])
+@pytest.mark.parametrize(("saved", "target", "most"), [(flat, flat, 2), (trained, untrained, 22)])
 def test_putting_values_in_place(saved: Make, target: Make, most: float) -> None:
     def prepare(count: int) -> Callable[[], object]:
         match = RestoreTarget(target(count)).match(header_of(flatten(saved(count))))
@@ -143,4 +144,4 @@ def test_planning_the_read() -> None:
         wanted = [Destination(t.start, t.stop, 1 << 20 | i << 10) for i, t in enumerate(header.tensors)]
         return lambda: plan_reads(header.blocks, wanted)
 
-    assert calls_per_tensor(prepare) <= 8
+    assert calls_per_tensor(prepare) <= 6

@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptengine.adapters.tensors import dtype_name
+from ckptengine.adapters.tensors import storable
 from ckptengine.format import dtypes
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.shard import ViewEntry
+
+_DTYPES = {dtype: (name, dtypes.alignment(name)) for dtype, name in storable().items()}
 
 
 class StateItem(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -76,7 +78,7 @@ def tensor_item(
 
     Each thing is asked once and passed by position, as this is done for every tensor.
     """
-    dtype = dtype_name(tensor.dtype)
+    dtype, alignment = _DTYPES[tensor.dtype]
     nbytes = tensor.nbytes
     stride = None
     start = stop = 0
@@ -97,7 +99,7 @@ def tensor_item(
         None,
         tensor,
         nbytes,
-        dtypes.alignment(dtype),
+        alignment,
         start,
         stop,
         tensor.is_cpu,

@@ -26,6 +26,8 @@ def path_text(root: str, path: Sequence[Any]) -> str:
 
 def joined(path: Sequence[Any]) -> str:
     """A key path as in a tensor's name: `a.3`."""
+    if len(path) == 1 and type(path[0]) is str:
+        return path[0]
     try:
         return ".".join([str(key) for key in path if key is not STATE_DICT])
     except ValueError:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from ckptengine.adapters import objects
 from ckptengine.adapters.keypath import joined
 from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
-from ckptengine.adapters.placing import Placement, Plan, placement_of
-from ckptengine.adapters.tensors import LocalChunk, extract, is_ordinary, is_tensor
+from ckptengine.adapters.placing import Placement, Plan, place, placement_of
+from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
 from ckptengine.adapters.values import Decoder, Node, large_value
 from ckptengine.format.tree import TAG
 
@@ -98,9 +99,7 @@ class Matcher:
     # Tensors
 
     def _match_tensor(self, target: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
-        leaf = self._tensor_leaf(node)
-        if leaf is not None and is_ordinary(target) and not misfits(target, None, leaf):
-            self.placements.append(placement_of(leaf, target, ordinary=True))
+        if self._placed(target, node):
             return KEEP
         try:
             parts = extract(target, in_place=True)
@@ -122,6 +121,15 @@ class Matcher:
                 self.placements.append(placement_of(leaf, local.tensor))
         return KEEP
 
+    def _placed(self, target: Any, node: Node) -> bool:
+        """Place a tensor if nothing about it is out of the ordinary."""
+        leaf = self._tensor_leaf(node)
+        placement = None if leaf is None else place(leaf, target)
+        if placement is None:
+            return False
+        self.placements.append(placement)
+        return True
+
     def _tensor_leaf(self, node: Node) -> Leaf | None:
         if type(node) is not dict or node.get(TAG) != "t":
             return None
@@ -139,7 +147,11 @@ class Matcher:
             if key not in stored:
                 self.differences.missing.append(_name((*path, key)))
                 continue
-            outcome = self._match(value, stored[key], (*path, key))
+            child = stored[key]
+            # Ahead of all else, as nearly everything is such a tensor.
+            if type(value) is torch.Tensor and self._placed(value, child):
+                continue
+            outcome = self._match(value, child, (*path, key))
             if not isinstance(outcome, _Keep):
                 self.actions.append(_set_item(target, key, outcome))
         self.differences.unexpected.extend(_name((*path, key)) for key in stored if key not in target)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
@@ -18,7 +19,7 @@ from ckptengine.adapters.aliases import overlapping
 from ckptengine.adapters.items import extent_nelem
 from ckptengine.adapters.leaves import Leaf, same_strides
 from ckptengine.adapters.rounds import Destinations, Piece, Round, cut, rounds
-from ckptengine.adapters.tensors import plain
+from ckptengine.adapters.tensors import dtype_name, is_ordinary, plain
 from ckptengine.errors import StateMismatchError
 from ckptengine.read.plan import Destination
 
@@ -126,6 +127,19 @@ class Plan:
                 torch.autograd.graph.increment_version(touched)
 
 
+def place(leaf: Leaf, value: Any) -> Placement | None:
+    """Where a leaf goes that is whole, in an ordinary tensor that it fits: nearly always. None if it takes a
+    closer look."""
+    if (
+        leaf.chunk is not None
+        or not is_ordinary(value)
+        or dtype_name(value.dtype) != leaf.dtype
+        or value.shape != leaf.shape
+    ):
+        return None
+    return placement_of(leaf, value, ordinary=True)
+
+
 def placement_of(leaf: Leaf, tensor: torch.Tensor, *, ordinary: bool = False) -> Placement:
     """ordinary: the tensor is known to be."""
     plain_memory = ordinary or not (tensor.is_conj() or tensor.is_neg())
@@ -136,7 +150,7 @@ def placement_of(leaf: Leaf, tensor: torch.Tensor, *, ordinary: bool = False) ->
         start = tensor.data_ptr()
         if tensor.is_contiguous():
             stop = start + nbytes
-            linear = plain_memory and leaf.in_c_order
+            linear = plain_memory and (leaf.view_stride is None or leaf.in_c_order)
         else:
             stop = start + extent_nelem(tensor) * tensor.element_size()
     return Placement(leaf, tensor, start, stop, plain_memory, linear, tensor.is_cpu)

@@ -79,9 +79,9 @@ class _Walk(Encoder):
         self._names: set[str] = {METADATA_KEY}
 
     def encode(self, value: Any, depth: int = 0) -> Node:
-        # Ahead of the table, as nearly everything is a tensor.
-        if type(value) is torch.Tensor:
-            return self._tensor(value, depth)
+        # Ahead of the table, as nearly everything is such a tensor.
+        if type(value) is torch.Tensor and is_ordinary(value):
+            return self._leaf(tensor_item(self.name(), value), value)
         return super().encode(value, depth)
 
     def other(self, value: Any, depth: int) -> Node:
@@ -117,7 +117,10 @@ class _Walk(Encoder):
             name += part
         if not name.isascii():
             name = name.encode("utf-8", "backslashreplace").decode()
-        return self.claim(name, self.path)
+        if name in self._names or name.startswith(PAD_PREFIX):
+            return self.claim(name, self.path)
+        self._names.add(name)
+        return name
 
     def _tensor(self, value: Any, depth: int) -> Node:
         if is_ordinary(value):

@@ -6,7 +6,7 @@ each is its local tensor, without a copy and without communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -64,6 +64,11 @@ class Local(msgspec.Struct, frozen=True, eq=False, gc=False):
 _STORABLE: dict[torch.dtype, str] = {
     dtype: name for name in dtypes.names() if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
+
+
+def storable() -> Mapping[torch.dtype, str]:
+    """The dtypes that this torch has and the format can store, with their names."""
+    return _STORABLE
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from ckptengine.format.blocks import BlockTable
 from ckptengine.format.digest import DIGEST_NBYTES
 from ckptengine.format.geometry import Chunk, c_strides, check_shape
 from ckptengine.format.layout import PAD_PREFIX
-from ckptengine.format.limits import INT64_MAX, PAGE
+from ckptengine.format.limits import INT64_MAX, MAX_NDIM, PAGE
 from ckptengine.format.names import AttemptId
 from ckptengine.format.tree import check_tree
 
@@ -141,26 +141,33 @@ class ShardHeader:
 
     def _validate_tensors(self) -> None:
         at = 0
-        # What does not depend on the place, as a model has far fewer shapes than tensors: bytes, alignment.
+        rules = {name: (dtypes.itemsize(name), dtypes.alignment(name)) for name in dtypes.names()}
+        # What does not depend on the place, as a model has far fewer kinds of chunks than tensors.
         checked: dict[Any, tuple[int, int]] = {}
         for entry in self.tensors:
-            start, stop = entry.start, entry.stop
-            key = (entry.dtype, entry.shape, entry.chunk, entry.stride)
-            nbytes, alignment = checked.get(key) or (-1, 1)
-            if (
-                stop - start != nbytes
-                or start % alignment
-                or not at <= start < at + PAGE
-                or entry.kind is not None
-                or entry.descr is not None
-            ):
-                try:
-                    if not at <= start < at + PAGE:
-                        raise ValueError(f"starts at {start}, which leaves a hole or an overlap at {at}")
-                    checked[key] = _validate_tensor(entry)
-                except ValueError as error:
-                    raise ValueError(f"tensor {entry.name!r}: {error}") from None
+            start, stop, shape = entry.start, entry.stop, entry.shape
+            if not at <= start < at + PAGE:
+                raise ValueError(
+                    f"tensor {entry.name!r}: starts at {start}, which leaves a hole or an overlap at {at}"
+                )
             at = stop
+            if entry.kind is None and entry.descr is None:
+                if entry.chunk is None and entry.stride is None:
+                    nbytes, alignment = rules.get(entry.dtype, (0, 1))
+                    if len(shape) > MAX_NDIM:
+                        nbytes = 0
+                    for size in shape:
+                        nbytes = nbytes * size if size > 0 else 0
+                else:
+                    key = (entry.dtype, shape, entry.chunk, entry.stride)
+                    nbytes, alignment = checked.get(key) or (-1, 1)
+                # Of more than no bytes, as many as are there: so no size is too large either.
+                if 0 < stop - start == nbytes and not start % alignment:
+                    continue
+            try:
+                checked[entry.dtype, shape, entry.chunk, entry.stride] = _validate_tensor(entry)
+            except ValueError as error:
+                raise ValueError(f"tensor {entry.name!r}: {error}") from None
         if not at <= self.data_nbytes < at + PAGE:
             raise ValueError(f"the data section has {self.data_nbytes} bytes, but its tensors end at {at}")
 

@@ -53,15 +53,21 @@ def plan_reads(blocks: BlockTable, destinations: Iterable[Destination]) -> list[
     """
     size = blocks.block_nbytes
     copies: dict[int, list[Copy]] = {}
+    # The block that the last copy was out of.
+    first = end = 0
+    into: list[Copy] = []
     for start, stop, address in _joined(destinations):
         if start < 0 or stop > blocks.data_nbytes:
             raise ValueError(
                 f"destination [{start}, {stop}) lies outside the data section of {blocks.data_nbytes} bytes"
             )
         while start < stop:
-            block, at = divmod(start, size)
-            nbytes = min(stop - start, size - at)
-            copies.setdefault(block, []).append(Copy(at, nbytes, address))
+            if not first <= start < end:
+                block = start // size
+                first, end = block * size, (block + 1) * size
+                into = copies.setdefault(block, [])
+            nbytes = min(stop, end) - start
+            into.append(Copy(start - first, nbytes, address))
             start += nbytes
             address += nbytes
     return [BlockRead(block, tuple(copies[block])) for block in sorted(copies)]
@@ -70,19 +76,18 @@ def plan_reads(blocks: BlockTable, destinations: Iterable[Destination]) -> list[
 def _joined(destinations: Iterable[Destination]) -> Iterator[tuple[int, int, int]]:
     """The destinations in shard order; neighbours in the shard that are neighbours in memory too become one
     copy."""
-    pending: tuple[int, int, int] | None = None
+    first = end = address = 0
     for item in sorted(destinations, key=attrgetter("start")):
-        start, stop, address = item.start, item.stop, item.address
-        if stop < start:
-            raise ValueError(f"destination [{start}, {stop}) ends before it starts")
-        if stop == start:
+        start, stop = item.start, item.stop
+        if stop <= start:
+            if stop < start:
+                raise ValueError(f"destination [{start}, {stop}) ends before it starts")
             continue
-        if pending is not None:
-            first, end, base = pending
-            if end == start and base + (end - first) == address:
-                pending = (first, stop, base)
-                continue
-            yield pending
-        pending = (start, stop, address)
-    if pending is not None:
-        yield pending
+        if start == end and first < end and address + end - first == item.address:
+            end = stop
+            continue
+        if first < end:
+            yield first, end, address
+        first, end, address = start, stop, item.address
+    if first < end:
+        yield first, end, address
