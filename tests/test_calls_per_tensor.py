@@ -1,9 +1,9 @@
 """How many calls, of Python and of C functions, does each further tensor cost?
 
 Small tensors are bound by what is done for each of them. Calls can be counted, the same on every machine and
-under every load, where microseconds cannot; bounds leave one for the callbacks that others give the collector.
-Each count is of what `more` tensors add, so that it also tells whether the work grows with their number and no
-faster.
+under every load, where microseconds cannot; bounds leave one for callbacks that others give the collector.
+Each count is of what `more` tensors add, so that it also tells whether the work grows with their number and
+no faster.
 """
 
 from __future__ import annotations
