@@ -42,10 +42,18 @@ def in_threads(
         threading.Thread(target=work, name=f"ckptengine-work-{i}", daemon=True)
         for i in range(1, min(threads, len(jobs)))
     ]
-    for helper in helpers:
-        helper.start()
+    try:
+        for helper in helpers:
+            helper.start()
+    except RuntimeError:
+        # The system has no more threads to give: those there are do the work.
+        pass
+    except BaseException as error:
+        failures.append(error)
     work()
     for helper in helpers:
+        if helper.ident is None:
+            continue  # never started
         try:
             helper.join()
         except BaseException as error:

@@ -291,8 +291,9 @@ class _Section:
             on_failure()
 
         with ThreadPoolExecutor(len(workers), thread_name_prefix="ckpt-write") as pool:
-            futures = [pool.submit(drain, write) for write in workers]
             try:
+                # Also where a thread cannot be started: the others would wait for what `beside` finds out.
+                futures = [pool.submit(drain, write) for write in workers]
                 beside()
             except BaseException:
                 fail()

@@ -234,3 +234,24 @@ def test_auto_leaves_a_device_alone_when_the_codec_gets_no_core(tmp_path: Path) 
     assert write(PosixStore(), tmp_path / "s.ckptz", header, data, auto=True, history=history).methods == (
         AS_IT_IS * 16
     )
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_thread_that_cannot_be_started_fails_the_write_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, auto: bool
+) -> None:
+    """The threads that were started wait for what the calling one finds out."""
+    start, calls = threading.Thread.start, 0
+
+    def second_fails(self: threading.Thread) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    header, data = contents(1, [("float32", 20_000)])
+    monkeypatch.setattr(threading.Thread, "start", second_fails)
+    with pytest.raises(RuntimeError, match="new thread"):
+        write(PosixStore(), tmp_path / "shard", header, data, auto=auto)
+    assert not (tmp_path / "shard").exists()
