@@ -41,6 +41,12 @@ _COLLAPSE_S_PER_GIB = 1.0
 _COLLAPSE_GRACE_S = 0.2
 _COLLAPSE_TRIAL_NBYTES = 32 << 20
 _NEARLY_ALL = 0.9
+_HINT = "free memory, raise the memory limit of the job, or use max_arenas=1"
+_HINTS = {
+    errno.EFBIG: "raise the job's limit on file sizes (ulimit -f), which holds for shared memory, too",
+    errno.EMFILE: "raise the job's limit on open files (ulimit -n)",
+    errno.ENFILE: "the machine has no more open files to give (fs.file-max)",
+}
 # Sealed so that no process can shrink it under another one's mapping, which would end that one with SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -76,15 +82,10 @@ class Arena:
         except BaseException as exc:
             if fd >= 0:
                 os.close(fd)
-            if isinstance(exc, OSError) and exc.errno in (
-                errno.ENOMEM,
-                errno.EFAULT,
-                errno.EMFILE,
-                errno.ENFILE,
-            ):
+            if isinstance(exc, OSError):
                 raise SaveFailedError(
-                    f"no memory for a snapshot of {capacity} bytes: {os.strerror(exc.errno)}",
-                    hint="free memory, raise the memory limit of the job, or use max_arenas=1",
+                    f"no memory for a snapshot of {capacity} bytes: {exc.strerror}",
+                    hint=_HINTS.get(exc.errno or 0, _HINT),
                 ) from exc
             raise
 

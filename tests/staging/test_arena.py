@@ -162,6 +162,18 @@ class TestArena:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
+    def test_a_limit_on_file_sizes_is_named_and_leaks_nothing(self) -> None:
+        before = open_descriptors()
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limit[1]))
+        try:
+            with pytest.raises(SaveFailedError, match="no memory for a snapshot") as caught:
+                Arena(4 * MIB)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert "ulimit -f" in (caught.value.hint or "")
+        assert open_descriptors() == before
+
     def test_direct_writes_go_straight_from_it(self, tmp_path: Path) -> None:
         with Arena(GRAIN) as arena:
             arena.payload[:] = os.urandom(GRAIN)
