@@ -11,6 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ START_S = 300.0
 """All systems start at once, and some import for ten seconds of CPU time."""
 END_S = 30.0
 GENTLE_S = 3.0
+TIDY_S = 5.0
+"""For multiprocessing's resource trackers to tidy up after the others."""
 GRACE_S = 10.0
 """For the other ranks to fail, too, once one has."""
 
@@ -134,6 +137,12 @@ class Team:
         for process in self._processes:
             while _signal_session(process.pid, 0) and time.monotonic() < deadline:
                 time.sleep(0.02)
+            # A resource tracker is the last to go: killed with the others it would leave their semaphores.
+            while (left := _group(process.pid)) and time.monotonic() < deadline + TIDY_S:
+                for pid in left:
+                    if not is_tracker(pid):
+                        _kill(pid)
+                time.sleep(0.02)
             _signal_session(process.pid, signal.SIGKILL)
             process.wait()
             for stream in (process.stdin, process.stdout):
@@ -198,6 +207,36 @@ class Team:
         log.seek(max(0, size - 4096))
         lines = log.read().decode(errors="replace").strip().splitlines()
         return f"; its last words: {lines[-1][:300]}" if lines else ""
+
+
+def is_tracker(pid: int) -> bool:
+    """Is it a resource tracker of multiprocessing?"""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _group(leader: int) -> list[int]:
+    """The processes of the leader's group that are alive."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                stat = Path(f"/proc/{name}/stat").read_text()
+            except OSError:
+                continue  # it has just ended
+            state, _, group = stat.rpartition(")")[2].split()[:3]
+            if int(group) == leader and state not in "ZX":
+                found.append(int(name))
+    return found
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it has just ended
 
 
 def _signal_session(leader: int, number: int) -> bool:

@@ -13,6 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+TIDY_S = 5.0
+"""For multiprocessing's resource trackers to tidy up after the others."""
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 QUIET = (
@@ -92,9 +95,18 @@ class Job:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=10.0)
-        for pid in self.members():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # A resource tracker ends by itself when all whose semaphores it keeps have ended; killed before, it
+        # would leave them in /dev/shm.
+        deadline = time.monotonic() + TIDY_S
+        while members := self.members():
+            trackers = [pid for pid in members if _is_tracker(pid)]
+            for pid in members:
+                if pid not in trackers or time.monotonic() > deadline:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
         self.process.wait(timeout=10.0)
 
     def __enter__(self) -> Job:
@@ -104,3 +116,10 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.end()
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -99,3 +99,25 @@ class Littering(TorchSave):
         self.helper = subprocess.Popen(["sleep", "3600"])
         with open(os.path.join(directory, "pid"), "w") as file:
             file.write(str(self.helper.pid))
+
+
+class Deaf(TorchSave):
+    """Has a helper that holds a semaphore, and does not listen."""
+
+    traits = Traits(name="deaf", title="deaf", how="")
+
+    def write(self, directory: str, step: int, state: Tensors) -> None:
+        import subprocess
+        import sys
+
+        script = (
+            "import multiprocessing, signal, time;"
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+            "made = multiprocessing.get_context('spawn').Semaphore();"
+            "print(made._semlock.name, flush=True);"
+            "time.sleep(3600)"
+        )
+        self.helper = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert self.helper.stdout is not None
+        with open(os.path.join(directory, "semaphore"), "w") as file:
+            file.write(self.helper.stdout.readline().strip())

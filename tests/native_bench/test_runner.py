@@ -212,6 +212,19 @@ def test_helpers_of_a_worker_end_with_it(tmp_path: Path, memory: tuple[int, int]
     assert not Path(f"/proc/{helper}").exists() or "Z" in Path(f"/proc/{helper}/stat").read_text()
 
 
+def test_semaphores_of_helpers_that_have_to_be_killed_are_removed(
+    tmp_path: Path, memory: tuple[int, int], nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("native_bench.team.GENTLE_S", 0.2)
+    team = Team(FAKES + "Deaf", TINY, [memory], nursery)
+    team.wait()
+    team.order(Order(do="save", directory=str(tmp_path)), 60)
+    file = Path("/dev/shm") / f"sem.{(tmp_path / 'semaphore').read_text().lstrip('/')}"
+    assert file.exists()
+    team.close()
+    assert not file.exists()
+
+
 def test_a_missing_system_says_so_when_it_starts(memory: tuple[int, int], nursery: Nursery) -> None:
     team = Team(FAKES + "Absent", TINY, [memory], nursery)
     with pytest.raises(Missing, match="of_all_things"):

@@ -60,3 +60,26 @@ def test_a_job_that_does_not_end_is_a_timeout_that_names_its_log(tmp_path: Path)
         members = job.members()
         assert len(members) == 2
     assert all(gone(pid) for pid in members)
+
+
+def test_semaphores_of_a_job_that_is_killed_are_removed(tmp_path: Path) -> None:
+    """By its resource tracker, which must not be killed with the others."""
+    log = tmp_path / "log"
+    script = """
+import multiprocessing, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+print(semaphore._semlock.name, flush=True)
+time.sleep(300)
+"""
+    leader = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {script!r}])"
+    with Job([sys.executable, "-c", leader], log=log) as job:
+        assert job.wait(30) == 0
+        deadline = time.monotonic() + 30
+        while not log.read_text().endswith("\n") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        file = Path("/dev/shm") / f"sem.{log.read_text().strip().lstrip('/')}"
+        assert file.exists()
+        assert len(job.members()) == 2
+    assert not file.exists()
+    assert job.members() == []
