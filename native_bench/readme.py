@@ -52,6 +52,11 @@ def figures(document: str) -> str:
         "before a cold restore.\n`make bench && make bench-report` measures your machine and renews these "
         "lines. All systems, all targets, and how it was\nmeasured: [docs/benchmarks.md](docs/benchmarks.md)."
     )
+    if any("(aliases)" in part for part in parts):
+        told += (
+            "\n*Aliases*: the snapshot is no copy when the call returns; "
+            "what training changes then can get into the file."
+        )
     return "\n\n".join([*parts, told])
 
 
@@ -69,8 +74,8 @@ def _figures(title: str, save: Sequence[Row], restore: Sequence[Row]) -> str:
 
 
 def _first(cell: str) -> str:
-    """The median, without its spread and its remarks."""
-    return cell.split(" ")[0]
+    """The median, without its spread; a stall that copied nothing is not to be taken for one that did."""
+    return f"{cell.split(' ')[0]}{' (aliases)' if '(aliases)' in cell else ''}"
 
 
 def _chapters(document: str) -> list[tuple[str, str]]:

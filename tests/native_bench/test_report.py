@@ -228,6 +228,7 @@ def test_the_report_command_writes_document_pictures_and_readme(tmp_path: Path) 
     measured = made_up()
     measured.cases[0].case = msgspec.structs.replace(measured.cases[0].case, title="One rank, 2 GiB")
     measured.cases[0].systems[1].title = readme.ENGINE
+    measured.cases[0].systems[-1].title = readme.BESIDE[2]
     results.write(measured, str(path))
     sections.write(elsewhere(), tmp_path / "growth.json")
     page = tmp_path / "README.md"
@@ -242,6 +243,9 @@ def test_the_report_command_writes_document_pictures_and_readme(tmp_path: Path) 
     assert "stale" not in shown
     assert f"| {readme.ENGINE} | 0.200 | 1.00 | 1.00 | 0.250 |" in shown
     assert "some CPU, 2 cores" in shown
+    # Whose stall copies nothing is not shown as if it did.
+    assert f"| {readme.BESIDE[2]} | 0.050 (aliases) | 3.50 | – | – |" in shown
+    assert "*Aliases*: " in shown
     try:
         import matplotlib  # noqa: F401
     except ImportError:
