@@ -20,8 +20,9 @@ from safetensors.numpy import load_file
 from ckptengine.catalog.catalog import list_steps, read_manifest
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.errors import CheckpointError
+from ckptengine.format.index import build_index
 from ckptengine.format.layout import lay_out
-from ckptengine.format.names import AttemptId, RunId
+from ckptengine.format.names import INDEX_NAME, AttemptId, RunId
 from ckptengine.format.shard import ShardHeader, TensorEntry, encode_header
 from ckptengine.read.plan import Destination
 from ckptengine.read.reader import read_shard
@@ -153,6 +154,28 @@ def test_a_save_commits_what_was_staged(tmp_path: Path, codec: str) -> None:
         for rank in range(RANKS):
             (path,) = tmp_path.glob(f"step-*/*/shard-{rank:05d}.safetensors")
             assert np.array_equal(load_file(path)["w"], content(10, rank))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_index_is_what_the_headers_say(tmp_path: Path, ranks: int) -> None:
+    stores: list[Store] = [PosixStore()] * ranks
+    save_on_all_ranks(stores, str(tmp_path), 10, 1)
+    step = tmp_path / "step-0000000010"
+    manifest = read_manifest(PosixStore(), str(step))
+    assert manifest.tensors == 1
+    headers = [open_header(PosixStore(), str(step), ref, manifest) for ref in manifest.shards]
+    assert (step / INDEX_NAME).read_bytes() == build_index(headers)
+
+
+def test_what_is_no_header_is_never_committed(tmp_path: Path) -> None:
+    task, payload = staged(str(tmp_path), 10, 0, 1, ranks=1)
+    # Where the tensors' description begins: past all that the writer itself has to find.
+    payload[: task.header_nbytes] = bytes(payload[: task.header_nbytes]).replace(b'"dtype"', b'"dtype,')
+    page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
+    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload, History())
+    assert outcome.failure is not None
+    assert "malformed shard header" in outcome.failure.message
+    assert list_steps(PosixStore(), str(tmp_path)) == []
 
 
 def test_retention_runs_after_the_commit(tmp_path: Path) -> None:
