@@ -108,7 +108,7 @@ class _Stamp(msgspec.Struct, frozen=True):
 
 def _run_cmake(cmake: str, where: Path, options: list[str] | None, sources: str) -> None:
     stamp = where / ".made_from.json"
-    last = msgspec.json.decode(stamp.read_bytes(), type=_Stamp) if stamp.exists() else None
+    last = _read_stamp(stamp)
     wanted = _Stamp(sources, options if options is not None else last.options if last else [])
     # A build directory that came with a copied checkout remembers where it was made, and cmake refuses it.
     cache = where / "CMakeCache.txt"
@@ -125,6 +125,14 @@ def _run_cmake(cmake: str, where: Path, options: list[str] | None, sources: str)
     # make and ninja go by times alone, and would take an older file that replaced a newer one for unchanged.
     _run([*command, *(["--clean-first"] if last != wanted else [])], "build")
     stamp.write_bytes(msgspec.json.encode(wanted))
+
+
+def _read_stamp(path: Path) -> _Stamp | None:
+    """None too for one whose writer was ended half way: what it says is then found out anew."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Stamp)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
 
 
 def _run(command: list[str], doing: str) -> None:
@@ -158,8 +166,8 @@ def _cmake() -> str:
 
 
 def _require_compiler() -> None:
-    chosen = os.environ.get("CXX")
-    candidates = [chosen.split()[0]] if chosen else ["c++", "g++", "clang++"]
+    chosen = os.environ.get("CXX", "").split()
+    candidates = chosen[:1] or ["c++", "g++", "clang++"]
     if not any(shutil.which(name) for name in candidates):
         raise ToolMissing(
             f"no C++ compiler ({', '.join(candidates)}): on Debian: apt-get install g++ (11 or later)"
