@@ -35,11 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
         f"{', '.join(more.PARTS)} (default: all; quick: the comparison)",
     )
     run.add_argument("--systems", type=_names, help=f"comma-separated, of: {', '.join(SYSTEMS)}")
-    run.add_argument("--rounds", type=int, help="how often each system is measured (5; quick: 1)")
+    run.add_argument("--rounds", type=_count, help="how often each system is measured (5; quick: 1)")
     run.add_argument("--dir", type=Path, default=Path("."), help="where the checkpoints go (default: here)")
     run.add_argument("--out", type=Path, default=Path("bench-results"), help="where the results go")
     run.add_argument("--add", action="store_true", help="keep what is there of other cases")
-    run.add_argument("--deadline", type=float, default=120.0, help="seconds for one save or restore of a GiB")
+    run.add_argument(
+        "--deadline", type=_seconds, default=120.0, help="seconds for one save or restore of a GiB"
+    )
     run.add_argument("--no-limits", action="store_true", help="without the native programs")
     run.set_defaults(do=_run)
 
@@ -57,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     watch = commands.add_parser("guard", help="fail if the engine fell more than 25 %% behind the limit")
     watch.add_argument("--update", action="store_true", help="measure and write the baseline")
     watch.add_argument("--baseline", type=Path, default=guard.BASELINE)
-    watch.add_argument("--rounds", type=int, default=5)
+    watch.add_argument("--rounds", type=_count, default=5)
     watch.add_argument("--dir", type=Path, default=Path("."))
     watch.add_argument("--quick", action="store_true", help="small sizes: a check of the check")
     watch.set_defaults(do=_guard)
@@ -179,8 +181,6 @@ def _plan(given: argparse.Namespace) -> runner.Plan:
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown case {unknown[0]!r}; there are {', '.join(known)}")
     rounds = (1 if given.quick else 5) if given.rounds is None else given.rounds
-    if rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, not {rounds}")
     return runner.Plan(
         mode="quick" if given.quick else "full",
         cases=tuple(case for case in table if case.name in names),
@@ -244,7 +244,23 @@ def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], 
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError("names at least one")
+    return names
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text}")
+    return seconds
 
 
 def _relative(path: Path, start: Path) -> Path:
