@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -10,6 +11,8 @@ PAGE_NBYTES = 4096
 # Lustre's rules for a layout.
 STRIPE_QUANTUM = 64 << 10
 MAX_STRIPES = 2000
+MAX_TIMEOUT_S = 1e9
+"""What every wait takes: a system's own bound is some times that."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,10 +68,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     restore_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.block_nbytes <= 0 or self.block_nbytes % PAGE_NBYTES:
+        # First, as what follows compares: and "no" would allow pickle, a float fail in the writer process.
+        problems = [
+            f"{name} must be {article}, not {getattr(self, name)!r}"
+            for name, (article, fits) in _KINDS.items()
+            if not fits(getattr(self, name))
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        if not 0 < self.block_nbytes < 1 << 32 or self.block_nbytes % PAGE_NBYTES:
             problems.append(
-                f"block_nbytes must be a positive multiple of {PAGE_NBYTES}, not {self.block_nbytes}"
+                f"block_nbytes must be a multiple of {PAGE_NBYTES} below 4 GiB, not {self.block_nbytes}"
             )
         if self.codec not in ("raw", "zstd", "auto"):
             problems.append(f'codec must be "raw", "zstd" or "auto", not {self.codec!r}')
@@ -79,7 +89,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.snapshot not in ("copy", "overlap"):
             problems.append(f'snapshot must be "copy" or "overlap", not {self.snapshot!r}')
         count = self.stripe_count
-        if count not in ("auto", "inherit", -1) and (isinstance(count, str) or not 1 <= count <= MAX_STRIPES):
+        known = (
+            count == -1 or 1 <= count <= MAX_STRIPES if type(count) is int else count in ("auto", "inherit")
+        )
+        if not known:
             problems.append(
                 f'stripe_count must be "auto", "inherit", -1 or in [1, {MAX_STRIPES}], not {count!r}'
             )
@@ -99,7 +112,37 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not 0 <= self.retries <= 9:
             problems.append(f"retries must be in [0, 9], not {self.retries}")
         for name in ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s", "restore_timeout_s"):
-            if not getattr(self, name) > 0:
-                problems.append(f"{name} must be positive, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                problems.append(f"{name} must be positive, and finite, not {getattr(self, name)}")
         if problems:
             raise ValueError("; ".join(problems))
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_int_or_none(value: object) -> bool:
+    return value is None or type(value) is int
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    **dict.fromkeys(
+        ("block_nbytes", "zstd_level", "io_threads", "stripe_nbytes", "max_arenas", "retries"),
+        ("an int", _is_int),
+    ),
+    **dict.fromkeys(("keep_last", "keep_every", "arena_budget_nbytes"), ("an int or None", _is_int_or_none)),
+    **dict.fromkeys(
+        ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s", "restore_timeout_s"),
+        ("a number of seconds", _is_seconds),
+    ),
+    "allow_pickle": ("True or False", _is_bool),
+}

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -104,6 +105,7 @@ def stopped_writer(ckpt: ck.Checkpointer) -> Iterator[None]:
     [
         {"block_nbytes": 0},
         {"block_nbytes": 4097},
+        {"block_nbytes": 1 << 32},
         {"codec": "gzip"},
         {"zstd_level": 23},
         {"direct_io": "maybe"},
@@ -124,6 +126,22 @@ def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=rf"{name} must be .*{value}"):
         ck.Config(**wrong)
+
+
+@pytest.mark.parametrize("name", [field.name for field in msgspec.structs.fields(ck.Config)])
+def test_a_setting_of_another_type_is_refused_by_name(name: str) -> None:
+    """None gets as far as the writer process, and none means what it was not meant to: "no" is true."""
+    wrong: list[Any] = ["no", b"4096", [], float("nan"), float("inf")]
+    default = getattr(ck.Config(), name)
+    if default is not False:
+        wrong.append(True)
+    if not isinstance(default, float):
+        wrong.append(1.5)
+    if default is not None:
+        wrong.append(None)
+    for value in wrong:
+        with pytest.raises(ValueError, match=rf"{name} must be "):
+            ck.Config(**{name: value})
 
 
 def test_all_wrong_settings_are_named_at_once() -> None:
