@@ -48,7 +48,8 @@ class Limits:
         )
         return (
             f"`direct_write` ({write}); `direct_read` of the engine's shards ({read}); "
-            f"`buffered_read` of them when hot; `memcpy` into warm memory, {self._tuned.threads or 1} threads"
+            f"`buffered_read` of them when hot; `memcpy` between warm 4 KiB pages, "
+            f"{self._tuned.threads or 1} threads, each its share in one call"
         )
 
     def prepare(self, nbytes: int) -> None:

@@ -36,8 +36,9 @@ QUIET_WAIT_S = 0.5
 _NAME = "ckptengine-arena"
 _GRAIN = HUGE_PAGE  # capacities are rounded up to this, so that a state that grows a little still fits
 _PREFAULT_PIECE = 64 << 20
-# What huge pages may cost: an arena of small ones takes up to a second a GiB, but only once.
-_COLLAPSE_S_PER_GIB = 1.0
+# What huge pages may cost: as much as small ones at least do. So in the worst case, where it is given up, an
+# arena takes the grace longer than one of small pages.
+_COLLAPSE_S_PER_GIB = 0.4
 _COLLAPSE_GRACE_S = 0.2
 _COLLAPSE_TRIAL_NBYTES = 32 << 20
 _NEARLY_ALL = 0.9
