@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -106,6 +106,7 @@ class _Late(msgspec.Struct, frozen=True, eq=False, gc=False):
     start: int
     nbytes: int
     storage_nbytes: int
+    version: int
     sample: Sample | None
 
     def moved(self) -> bool:
@@ -150,24 +151,12 @@ class Guard:
             else:
                 self._tensors.append(late)
                 self.late.append(structs.replace(item, source=late.source))
-        self._versions = list(self._versions_now(owned))
+        # Of all that optimizers hold: an FSDP parameter, whose memory is exchanged, and a DTensor have
+        # counters of their own.
+        self._owned = [(memory, tensor, tensor._version) for memory in owned for tensor in memory.tensors]
         if self._tensors:
             with _lock:
                 _active.append(self)
-
-    def _versions_now(self, owned: list[_Owned]) -> Iterator[tuple[str, torch.Tensor, int]]:
-        """Of the copied tensors, and of all that optimizers hold in the same memory: an FSDP parameter, whose
-        memory is exchanged, and a DTensor have counters of their own.
-        """
-        for late in self._tensors:
-            yield late.name, late.source, late.source._version
-        by_start = sorted(self._tensors, key=lambda late: late.start)
-        starts = [late.start for late in by_start]
-        for memory in owned:
-            at = bisect_left(starts, memory.stop) - 1
-            if at >= 0 and by_start[at].start + by_start[at].nbytes > memory.start:
-                for tensor in memory.tensors:
-                    yield by_start[at].name, tensor, tensor._version
 
     # -- the training thread --
 
@@ -245,15 +234,20 @@ class Guard:
             self._checked = True
         self.passable.set()
         self._fences = ()
-        self._tensors, self._versions, self.late, self.early = [], [], [], []
+        self._tensors, self._owned, self.late, self.early = [], [], [], []
 
     def _find_change(self) -> SaveFailedError | None:
         for late in self._tensors:
             if late.moved():
                 return self._changed(late.name, "its storage was freed or resized")
-        for name, tensor, version in self._versions:
+        for late in self._tensors:
+            if late.source._version != late.version:
+                return self._changed(late.name, _operations(late.source, late.version))
+        for memory, tensor, version in self._owned:
             if tensor._version != version:
-                return self._changed(name, f"{tensor._version - version} in-place operations")
+                for late in self._tensors:
+                    if late.start < memory.stop and memory.start < late.start + late.nbytes:
+                        return self._changed(late.name, _operations(tensor, version))
         for late in self._tensors:
             if late.sample is not None and not (
                 _sample(late.start, late.nbytes)
@@ -269,6 +263,10 @@ class Guard:
             fqn=name,
             hint=_HINT,
         )
+
+
+def _operations(tensor: torch.Tensor, version: int) -> str:
+    return f"{tensor._version - version} in-place operations"
 
 
 def captured(items: Sequence[StateItem]) -> list[StateItem]:
@@ -302,6 +300,7 @@ def _late(item: StateItem, starts: list[int], stops: list[int]) -> _Late | None:
         start,
         item.nbytes,
         source.untyped_storage().nbytes(),
+        source._version,
         _sample(start, item.nbytes) if source.is_cpu and source.is_contiguous() else None,
     )
 
