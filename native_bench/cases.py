@@ -82,7 +82,15 @@ FULL = (
         nbytes=int(0.8 * GIB),
         count=117,
         world_size=2,
-        without=("dcp-async-process", "dcp-async-stager", "nvrx-writer"),
+        without=(
+            "engine-unverified",
+            "safetensors-load-file",
+            "torch-mmap",
+            "dcp-async-thread",
+            "dcp-async-process",
+            "dcp-async-stager",
+            "nvrx-writer",
+        ),
     ),
     Case(
         name="tmpfs",

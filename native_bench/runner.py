@@ -262,21 +262,26 @@ class _Bench:
         system = self.systems[name]
         if system.error or (self._source(name) and name != NATIVE):
             return False  # failed, or measured with the one whose files it reads
-        if name in ("engine", NATIVE):
-            return True
-        if system.note:
+        return not self._has_enough(name)
+
+    def _has_enough(self, name: str) -> bool:
+        """Whether it is so slow that it is not measured again; its note then says so."""
+        system = self.systems[name]
+        if name == "engine" or system.limit:
             return False
+        if system.note:
+            return True
         rounds = self.round - 1
         if rounds and self.last_round.get(name, 0.0) > self.plan.round_s:
             system.note = f"stopped after {rounds}: a round took {self.last_round[name]:.0f} s"
-            return False
+            return True
         seen = system if rounds else self.warm_ups.get(name)
         if seen is None or name in self.case.named:
-            return True
+            return False
         system.note = enough(seen, self.systems.get("engine"), rounds, self.plan.patience)
         if system.note:
             system.samples = seen.samples
-        return not system.note
+        return bool(system.note)
 
     def _source(self, name: str) -> System | None:
         """The system whose files this one reads in that one's turn, if it still runs."""
@@ -333,7 +338,8 @@ class _Bench:
         if elsewhere and name in self.checked:
             return
         self.checked.add(name)
-        readers = [name] + [other for other in self.systems if timed and self._reads(other, name)]
+        others = [other for other in self.systems if timed and self._reads(other, name)]
+        readers = [name] + [other for other in others if not self._has_enough(other)]
         # Whoever is first after a save might find the disk still busy: it is not always the same.
         shift = self.round % len(readers)
         for kind in ("cold", "hot") if self.case.place == "disk" else ("hot",):

@@ -51,6 +51,14 @@ class SlowToo(Slow):
     traits = Traits(name="slow-too", title="slow, too", how="")
 
 
+class SlowReader(TorchSave):
+    traits = Traits(name="slow-reader", title="slow reader", how="", saves_like="torch")
+
+    def restore(self, directory: str, target: Tensors) -> None:
+        time.sleep(1.0)
+        super().restore(directory, target)
+
+
 class WrongLikeTorch(Wrong):
     traits = Traits(name="wrong-like-torch", title="wrong like torch", how="", restores_like="torch")
 

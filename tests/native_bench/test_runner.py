@@ -118,11 +118,11 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(tmp_path: Path) -> None:
-    slow, named = FAKES + "Slow", FAKES + "SlowToo"
+    slow, named, reader = FAKES + "Slow", FAKES + "SlowToo", FAKES + "SlowReader"
     plan = runner.Plan(
         mode="quick",
         cases=(msgspec.structs.replace(TINY, named=(named,)),),
-        systems=("engine", slow, named),
+        systems=("engine", slow, named, "torch", reader),
         directory=tmp_path,
         rounds=2,
         patience=2.0,
@@ -136,6 +136,12 @@ def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(tmp_path: Pa
         assert system.error is None
         assert system.rounds("save_s") == system.rounds("restore_cold_s") == rounds
         assert (system.note or "").startswith("only its first turn was measured: ") == (rounds == 1)
+    # What reads another's files is in that one's turns, which go on without it.
+    reads, torch = found.cases[0].find(reader), found.cases[0].find("torch")
+    assert reads is not None
+    assert torch is not None
+    assert (reads.error, reads.rounds("restore_hot_s"), torch.rounds("restore_hot_s")) == (None, 1, 2)
+    assert str(reads.note).startswith("stopped after 1: ")
 
 
 def test_a_system_is_measured_the_less_the_farther_it_is_behind() -> None:
