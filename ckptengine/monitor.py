@@ -82,12 +82,11 @@ class PendingSave:
     attempt: AttemptId
     deadline: float
     """Unix seconds."""
-    task: WriteTask | None = None
-    arena: Arena | None = None
     rank_nbytes: int = 0
     staging: Staging | None = None
-    """What is still being copied, with `Config(snapshot="overlap")`; `task` and `arena` come when it is
-    done."""
+    """The copy, which may go on while its beginning is written."""
+    task: WriteTask | None = None
+    """For the writer, once the copy has begun."""
     refused: BaseException | None = None
     repeats_earlier: bool = False
     """`refused` is the error of an earlier save, which all ranks were told of then."""
@@ -189,12 +188,16 @@ class Monitor:
         if pending.refused is not None:
             self._tell_refused(pending, pending.refused)
             return
-        if pending.staging is not None and (error := self._await_staging(pending, pending.staging)):
+        staging = pending.staging
+        assert staging is not None
+        if error := self._await_begin(pending, staging):
             self._tell_refused(pending, error)
             self._end(pending, Outcome(committed=False, failure=Failure.of(error, self._run.rank)))
             return
+        assert staging.arena is not None
+        pending.task = staging.task
         while True:
-            outcome = self._attempt(pending)
+            outcome = self._attempt(pending, staging, staging.arena)
             if outcome.committed or not outcome.retry or self._abort is not None:
                 break
             logger.warning(
@@ -203,33 +206,29 @@ class Monitor:
                 pending.attempt,
                 outcome.failure.message if outcome.failure else "",
             )
-            _next_attempt(pending)
+            _next_attempt(pending, staging.arena)
         self._end(pending, outcome)
 
-    def _await_staging(self, pending: PendingSave, staging: Staging) -> BaseException | None:
-        """Wait until the snapshot is in its arena; returns why it never will be."""
-        while not staging.done.wait(ABORT_POLL_S):
+    def _await_begin(self, pending: PendingSave, staging: Staging) -> BaseException | None:
+        """Wait until the snapshot has its arena; returns why it never will have one."""
+        while not staging.begun.wait(ABORT_POLL_S):
             error: CheckpointError
             if self._abort is not None:
                 error = SaveFailedError(f"step {pending.handle.step}: {self._abort}", rank=self._run.rank)
             elif time.time() > pending.deadline:
                 error = CommitTimeoutError(
                     f"step {pending.handle.step}: not committed within "
-                    f"{self._run.config.commit_timeout_s:g} s, this rank's state was still being copied",
+                    f"{self._run.config.commit_timeout_s:g} s, this rank's state was not captured",
                     rank=self._run.rank,
                 )
             else:
                 continue
-            staging.cancel(error)
-            # It still fills the arena, and gives it back by itself. Training may go on as soon as it has
-            # stopped.
-            staging.done.wait(CANCEL_TIMEOUT_S)
             return error
-        return staging.error
+        # An error that came later is the writer's to report: it waits for the rest of the snapshot.
+        return staging.error if staging.task is None else None
 
-    def _attempt(self, pending: PendingSave) -> Outcome:
+    def _attempt(self, pending: PendingSave, staging: Staging, arena: Arena) -> Outcome:
         assert pending.task is not None
-        assert pending.arena is not None
         config = self._run.config
         retries_left = config.retries - pending.attempt.retry
         task = msgspec.structs.replace(pending.task, may_retry=retries_left > 0)
@@ -239,7 +238,7 @@ class Monitor:
             return self._give_up(
                 task, SaveFailedError(f"step {task.step}: no writer process: {cause}", rank=task.rank)
             )
-        page = pending.arena.status
+        page = arena.status
         seen: SaveStatus | None = None
         seen_at = time.monotonic()
         warm = False
@@ -257,9 +256,14 @@ class Monitor:
                 if self._writer is not None:
                     self._writer.finalize_async_save()
                 return status.outcome
+            copying = not staging.done.is_set()
+            if copying:
+                # The writer may be waiting for it; what bounds it is the deadline.
+                seen_at = time.monotonic()
             state = status.state if status is not None else "starting"
             if not warm and self._writer is not None and self._writer.warm:
                 warm, seen_at = True, time.monotonic()
+            was_doing = f"this rank's writer was {_doing(state)}"
             silence_s = time.monotonic() - seen_at
             stall_s = config.stall_timeout_s if warm else max(config.stall_timeout_s, START_TIMEOUT_S)
             error: CheckpointError | None = None
@@ -274,7 +278,7 @@ class Monitor:
             elif time.time() > pending.deadline + (0.0 if self._run.is_coordinator else OUTCOME_GRACE_S):
                 error = CommitTimeoutError(
                     f"step {task.step}: not committed within {config.commit_timeout_s:g} s, "
-                    f"this rank's writer was {_doing(state)}",
+                    + ("this rank's state was still being copied" if copying else was_doing),
                     rank=task.rank,
                 )
             elif state in ("starting", "writing") and silence_s > stall_s:
@@ -383,11 +387,25 @@ class Monitor:
     def _left(self, deadline_unix: float) -> float:
         return max(deadline_unix - time.time(), 0.001)
 
+    def _let_go(self, pending: PendingSave, outcome: Outcome) -> None:
+        """Give the arena back, once nobody copies into it any more."""
+        staging = pending.staging
+        if staging is None:
+            return
+        stopped = True
+        if not staging.done.is_set():
+            # The save has ended without it, so that it need not go on.
+            staging.cancel(_why(outcome))
+            stopped = staging.done.wait(CANCEL_TIMEOUT_S)
+        arena, staging.arena = staging.arena, None
+        if arena is not None and stopped:
+            self._pool.release(arena)
+        elif arena is not None:
+            self._pool.discard(arena)
+
     def _end(self, pending: PendingSave, outcome: Outcome) -> None:
         handle = pending.handle
-        if pending.arena is not None:
-            self._pool.release(pending.arena)
-            pending.arena = None
+        self._let_go(pending, outcome)
         if outcome.committed and pending.task is not None:
             handle._note(committed=outcome.committed_at)
             handle._info = CommitInfo(
@@ -401,28 +419,29 @@ class Monitor:
                 notes=outcome.notes,
             )
         else:
-            failure = outcome.failure or Failure(
-                kind="SaveFailedError", message="no reason given", rank=COORDINATOR
-            )
-            handle._error = failure.to_error(SaveFailedError)
+            handle._error = _why(outcome)
             # Else this rank's next call would raise it, refuse its own save for it, and the ranks would go on
             # failing each other's saves in turn.
-            handle._observed = failure.repeated
+            handle._observed = outcome.failure is not None and outcome.failure.repeated
             logger.warning("step %d is not saved: %s", handle.step, handle._error)
         handle._end()
 
 
-def _next_attempt(pending: PendingSave) -> None:
+def _why(outcome: Outcome) -> CheckpointError:
+    failure = outcome.failure or Failure(kind="SaveFailedError", message="no reason given", rank=COORDINATOR)
+    return failure.to_error(SaveFailedError)
+
+
+def _next_attempt(pending: PendingSave, arena: Arena) -> None:
     """Give the staged bytes a fresh attempt id, in the task and in the header that is already in the
     arena."""
     assert pending.task is not None
-    assert pending.arena is not None
     old = pending.attempt
     new = replace(old, retry=old.retry + 1)
     task = pending.task
-    header = bytes(pending.arena.payload[: task.header_nbytes])
+    header = bytes(arena.payload[: task.header_nbytes])
     # Same width: Config.retries has one digit.
-    pending.arena.payload[: task.header_nbytes] = header.replace(str(old).encode(), str(new).encode())
+    arena.payload[: task.header_nbytes] = header.replace(str(old).encode(), str(new).encode())
     pending.attempt = new
     pending.task = msgspec.structs.replace(task, attempt=str(new))
 

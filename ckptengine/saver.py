@@ -8,7 +8,7 @@ import multiprocessing
 import operator
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -52,8 +52,13 @@ class Saver:
         self._unwatch = watch_steps() if config.snapshot == "overlap" else None
         self._behind = Behind() if config.snapshot == "overlap" else None
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None) -> SaveHandle:
-        """Capture `state` and return once nothing that happens to it can change the checkpoint."""
+    def save(
+        self, step: int, state: Any, metadata: Mapping[str, Any] | None, *, at_once: bool = False
+    ) -> SaveHandle:
+        """Capture `state` and return once nothing that happens to it can change the checkpoint.
+
+        at_once: write what is copied while the rest is being copied, though both take longer for it.
+        """
         handle = SaveHandle(step, requested=time.time())
         # Counted before anything can fail, so that attempt ids stay the same on all ranks.
         self._saves += 1
@@ -78,18 +83,22 @@ class Saver:
             if self._run.config.snapshot == "copy":
                 self._monitor.start_writer()
             self._await_last_copy()
-            self._stage(pending, state, metadata)
+            self._stage(pending, state, metadata, at_once)
         except BaseException as error:
             # The other ranks are under way: without a word from this one they would wait for their deadline.
-            pending.refused = error
-            if pending.arena is not None:
-                self._pool.release(pending.arena)
-                pending.arena = None
-            self._monitor.add(pending)
+            if pending.staging is None:
+                pending.refused = error
+                self._monitor.add(pending)
+            else:
+                pending.staging.cancel(
+                    SaveFailedError(
+                        f"step {step}: the call was ended by {type(error).__name__}", rank=self._run.rank
+                    )
+                )
             raise
         self._handles = [*(h for h in self._handles if not (h.done() and h._error is None)), handle]
+        # More exact than what was noted before the commit could come.
         handle._note(returned=time.time())
-        self._monitor.add(pending)
         return handle
 
     def raise_earlier_failure(self) -> None:
@@ -132,7 +141,9 @@ class Saver:
                 self._behind.close()
         self._pool.close()
 
-    def _stage(self, pending: PendingSave, state: Any, metadata: Mapping[str, Any] | None) -> None:
+    def _stage(
+        self, pending: PendingSave, state: Any, metadata: Mapping[str, Any] | None, at_once: bool
+    ) -> None:
         run, config = self._run, self._run.config
         metadata_tree = encode_value(dict(metadata or {}), path="metadata", allow_pickle=False)
         flat = flatten(
@@ -154,12 +165,50 @@ class Saver:
             self._copy_behind(self._behind, pending, snapshot, metadata_tree)
             return
         with gc_paused():
-            nbytes = snapshot.nbytes  # encodes the header
-        pending.arena = arena = self._pool.acquire(nbytes, config.commit_timeout_s)
-        snapshot.begin(arena)
-        snapshot.copy(flat.items, arena)
-        pending.task = self._task(pending, snapshot, arena, metadata_tree)
-        pending.handle._note(staged=time.time())
+            _ = snapshot.template  # encoded now
+        staging = Staging(run.rank)
+
+        def copy(arena: Arena) -> None:
+            snapshot.copy(flat.items, arena, arena.mark.reach)
+            now = time.time()
+            pending.handle._note(staged=now, returned=now)
+
+        self._hand_over(pending, staging)
+        staging.run(lambda: self._fill(staging, pending, snapshot, None, metadata_tree, copy, early=at_once))
+
+    def _hand_over(self, pending: PendingSave, staging: Staging) -> None:
+        """From here on the monitor brings the save to its end, however the copy ends."""
+        pending.staging = staging
+        self._monitor.add(pending)
+
+    def _fill(
+        self,
+        staging: Staging,
+        pending: PendingSave,
+        snapshot: Snapshot,
+        arena: Arena | None,
+        metadata_tree: Any,
+        copy: Callable[[Arena], None],
+        *,
+        early: bool,
+    ) -> None:
+        """Copy the state into the arena, which is acquired if there is none. The writer may start before
+        (`early`), or when all is copied; from then on the monitor gives the arena back."""
+        try:
+            self._monitor.start_writer()
+            if arena is None:
+                arena = self._pool.acquire(snapshot.nbytes, max(pending.deadline - time.time(), 0.0))
+                snapshot.begin(arena)
+            task = self._task(pending, snapshot, arena, metadata_tree)
+            if not early:
+                copy(arena)
+            staging.begin(arena, task)
+        except BaseException:
+            if arena is not None and staging.task is None:
+                self._pool.release(arena)
+            raise
+        if early:
+            copy(arena)
 
     def _copy_behind(
         self, behind: Behind, pending: PendingSave, snapshot: Snapshot, metadata_tree: Any
@@ -171,48 +220,47 @@ class Saver:
             snapshot.flat.optimizers,
             on_wait=lambda seconds: handle._note(waited_s=handle.times.waited_s + seconds),
         )
-        staging = Staging()
+        staging = Staging(self._run.rank)
+        arena: Arena | None = None
         try:
-            items = self._copy_early(pending, snapshot, guard)
+            items, arena = self._copy_early(snapshot, guard)
             after = queued_now(item.source for item in items)
-            # The thread's, until it is done.
-            arena, pending.arena = pending.arena, None
+
+            def copy(arena: Arena) -> None:
+                offsets, data = snapshot.offsets(items), snapshot.data(arena)
+                guard.copy(items, offsets, data, after, staging.go_on, arena.mark.reach)
+                handle._note(staged=time.time())
 
             def work() -> None:
-                nonlocal arena
                 try:
                     with after.as_there() if after is not None else contextlib.nullcontext():
-                        self._monitor.start_writer()
-                        if arena is None:
-                            left_s = max(pending.deadline - time.time(), 0.0)
-                            arena = self._pool.acquire(snapshot.nbytes, left_s)
-                            snapshot.begin(arena)
-                        offsets, data = snapshot.offsets(items), snapshot.data(arena)
-                        guard.copy(items, offsets, data, after, staging.go_on)
-                    pending.task = self._task(pending, snapshot, arena, metadata_tree)
-                    pending.arena = arena
-                    handle._note(staged=time.time())
-                except BaseException:
-                    if arena is not None:
-                        self._pool.release(arena)
-                    raise
+                        self._fill(staging, pending, snapshot, arena, metadata_tree, copy, early=True)
                 finally:
                     guard.release()
 
-            behind.do(partial(staging.run, work))
+            self._staging = staging
+            handle._note(returned=time.time())
+            self._hand_over(pending, staging)
         except BaseException:
             guard.release()
+            if arena is not None:
+                self._pool.release(arena)
             raise
-        pending.staging = self._staging = staging
+        behind.do(partial(staging.run_behind, work))
 
-    def _copy_early(self, pending: PendingSave, snapshot: Snapshot, guard: Guard) -> list[StateItem]:
-        """Returns what is left to copy into the arena, which is there already if much had to be copied."""
+    def _copy_early(self, snapshot: Snapshot, guard: Guard) -> tuple[list[StateItem], Arena | None]:
+        """What is left to copy, and the arena to copy it into, which is there already if much had to be
+        copied."""
         if sum(item.nbytes for item in guard.early) <= EARLY_NBYTES:
-            return [*captured(guard.early), *guard.late]
-        pending.arena = self._pool.acquire(snapshot.nbytes, self._run.config.commit_timeout_s)
-        snapshot.begin(pending.arena)
-        snapshot.copy(guard.early, pending.arena)
-        return guard.late
+            return [*captured(guard.early), *guard.late], None
+        arena = self._pool.acquire(snapshot.nbytes, self._run.config.commit_timeout_s)
+        try:
+            snapshot.begin(arena)
+            snapshot.copy(guard.early, arena)
+        except BaseException:
+            self._pool.release(arena)
+            raise
+        return guard.late, arena
 
     def _await_last_copy(self) -> None:
         """One at a time: a second one would only make both take longer."""

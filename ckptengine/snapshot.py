@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,6 +18,9 @@ from ckptengine.format.layout import PAD_PREFIX, lay_out
 from ckptengine.format.names import AttemptId
 from ckptengine.format.shard import HeaderTemplate, ShardHeader, TensorEntry, encode_header
 from ckptengine.staging.arena import Arena
+from ckptengine.staging.mark import StagedMark
+from ckptengine.write.messages import WriteTask
+from ckptengine.write.staged import refusal
 
 
 class Snapshot:
@@ -49,7 +53,8 @@ class Snapshot:
         return self.template.nbytes + self.data_nbytes
 
     def begin(self, arena: Arena) -> None:
-        """Write what is no item's: the header, and the pads."""
+        """Write what is no item's: the header, and the pads. The writer may hear of it from then on."""
+        arena.mark.reset()
         if any(item.on_cuda for item in self.flat.items):
             pin_arena(arena)
         arena.payload[: self.template.nbytes] = self.template.data
@@ -58,9 +63,14 @@ class Snapshot:
         for start, stop in self.pads:
             data[start:stop] = bytes(stop - start)
 
-    def copy(self, items: Sequence[StateItem], arena: Arena) -> None:
-        """Copy items to their places."""
-        copy_items(items, self.offsets(items), self.data(arena))
+    def copy(
+        self,
+        items: Sequence[StateItem],
+        arena: Arena,
+        on_staged: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Copy items to their places; `on_staged` as of `copy_items`."""
+        copy_items(items, self.offsets(items), self.data(arena), on_staged=on_staged)
 
     def offsets(self, items: Sequence[StateItem]) -> list[int]:
         return [self.starts[item.name] for item in items]
@@ -141,25 +151,60 @@ class Behind:
 
 
 class Staging:
-    """A snapshot that is being taken behind the training. `done` comes in any case, then `error`
-    tells."""
+    """A snapshot that is being taken, in the call or in a thread behind the training.
 
-    def __init__(self) -> None:
+    `begun` comes when the writer may start on it, `done` when nothing is copied any more, and both in any
+    case; then `error` tells. `arena` and `task` are there from `begun` on, unless it never began.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.begun = threading.Event()
         self.done = threading.Event()
         self.error: BaseException | None = None
+        self.arena: Arena | None = None
+        self.task: WriteTask | None = None
+        self._rank = rank
+        # Not by way of the arena, which is closed when a copy is given up that does not stop in time.
+        self._mark: StagedMark | None = None
+        self._lock = threading.Lock()
         self._cancelled: CheckpointError | None = None
 
+    def begin(self, arena: Arena, task: WriteTask) -> None:
+        """Header and pads are in the arena: the writer may start. Whoever drives the save owns the arena from
+        now on; not if this raises, because of `cancel`."""
+        with self._lock:
+            self.go_on()
+            self.arena, self.task, self._mark = arena, task, arena.mark
+        self.begun.set()
+
     def run(self, work: Callable[[], None]) -> None:
+        """Do the work, which calls `begin` and ends with the whole snapshot in the arena; let the writer know
+        how it ended."""
         try:
             work()
+            if self._mark is not None:
+                self._mark.complete()
         except BaseException as error:
             self.error = error
+            if self._mark is not None:
+                self._mark.refuse(refusal(error, self._rank))
+            raise
         finally:
+            self.begun.set()
             self.done.set()
 
+    def run_behind(self, work: Callable[[], None]) -> None:
+        """`run`, in another thread: its errors are in `error` only."""
+        with contextlib.suppress(BaseException):
+            self.run(work)
+
     def cancel(self, error: CheckpointError) -> None:
-        """Let the work end with `error` where it next asks."""
-        self._cancelled = error
+        """Let the work end with `error` where it next asks; if it has not begun, it never will."""
+        with self._lock:
+            self._cancelled = error
+            if self.error is None and self.task is None:
+                self.error = error
+        self.begun.set()
 
     def go_on(self) -> None:
         """Asked by the work between its pieces."""

@@ -336,7 +336,7 @@ def test_memory_that_is_gone_is_not_copied(job: Job, monkeypatch: pytest.MonkeyP
     try:
         giving_memory_away(job)
         with pytest.raises(ck.SaveFailedError, match="freed or resized"):
-            watched.copy([], [], memoryview(bytearray(1)), None, lambda: None)
+            watched.copy([], [], memoryview(bytearray(1)), None, lambda: None, lambda nbytes: None)
     finally:
         watched.release()
 

@@ -180,6 +180,7 @@ class Guard:
         payload: memoryview,
         after: Queued | None,
         go_on: Callable[[], None],
+        on_staged: Callable[[int], None],
     ) -> None:
         """Copy `late`, and what else is among the items, and let steps pass as soon as it is done. Arguments
         as of `copy_items`.
@@ -196,7 +197,7 @@ class Guard:
             self._fences = events
             self.passable.set()
 
-        copy_items(items, offsets, payload, after=after, go_on=go_on, on_queued=pass_on)
+        copy_items(items, offsets, payload, after=after, go_on=go_on, on_staged=on_staged, on_queued=pass_on)
         go_on()
         self._settle()
         self.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -31,14 +32,16 @@ def copy_items(
     threads: int | None = None,
     after: Queued | None = None,
     go_on: Callable[[], None] = lambda: None,
+    on_staged: Callable[[int], None] = lambda nbytes: None,
     on_queued: Callable[[Sequence[torch.cuda.Event]], None] = lambda events: None,
 ) -> None:
     """Copy each item to its offset in `payload`, a writable memory of bytes; return when all bytes are there.
 
     CPU tensors are copied by `threads` threads (default: up to four, as the CPUs allow); CUDA tensors on a
     side stream that waits for `after` (default: the work queued on the current one). `go_on` is called
-    between two pieces, from any thread, and ends the copy by raising. `on_queued` is called when CPU tensors
-    are copied and those of devices have events that come after their copies.
+    between two pieces, from any thread, and ends the copy by raising. `on_staged` gets, from any thread, up
+    to where the payload holds all that the items put there. `on_queued` is called when CPU tensors are copied
+    and those of devices have events that come after their copies.
     """
     base = address_of(payload)
     room = payload.nbytes
@@ -46,7 +49,7 @@ def copy_items(
         if offset < 0 or offset + item.nbytes > room:
             raise ValueError(f"{item.name!r} at {offset} does not fit into {room} bytes")
     on_device: list[tuple[torch.Tensor, int]] = []
-    # (nbytes, work)
+    # (offset, work)
     work: list[tuple[int, Callable[[], object]]] = []
     memmove = ctypes.memmove
     for item, offset in zip(items, offsets, strict=True):
@@ -63,14 +66,18 @@ def copy_items(
             address = source.data_ptr()
             for start in range(0, nbytes, PIECE_NBYTES):
                 length = min(PIECE_NBYTES, nbytes - start)
-                work.append((length, partial(memcopy.copy, base + offset + start, address + start, length)))
+                move = partial(memcopy.copy, base + offset + start, address + start, length)
+                work.append((offset + start, move))
         elif source.is_cuda:
             on_device.append((source, offset))
         else:
-            work.append((nbytes, partial(_copy_strided, source, payload, offset, nbytes)))
+            work.append((offset, partial(_copy_strided, source, payload, offset, nbytes)))
     go_on()
     events = copy_from_device(on_device, payload, after) if on_device else []
-    _do(work, threads if threads is not None else min(MAX_THREADS, len(os.sched_getaffinity(0))), go_on)
+    if threads is None:
+        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    # What comes from a device is there when its events are; until then nothing is said.
+    _do(work, threads, go_on, (lambda nbytes: None) if on_device else on_staged)
     on_queued(events)
     for event in events:
         event.synchronize()
@@ -92,12 +99,28 @@ def _copy_strided(source: torch.Tensor, payload: memoryview, offset: int, nbytes
         bytes_tensor(payload, offset, nbytes).view(elements.dtype).view(elements.shape).copy_(elements)
 
 
-def _do(work: list[tuple[int, Callable[[], object]]], threads: int, go_on: Callable[[], None]) -> None:
-    # Largest first, so that no thread is left with a large one at the end. memmove and copy_ release the GIL.
-    work.sort(key=lambda entry: entry[0], reverse=True)
+def _do(
+    work: list[tuple[int, Callable[[], object]]],
+    threads: int,
+    go_on: Callable[[], None],
+    on_staged: Callable[[int], None],
+) -> None:
+    # In the order of the payload, so that its beginning is there early. memmove and copy_ release the GIL.
+    work.sort(key=lambda entry: entry[0])
+    lock = threading.Lock()
+    done = [False] * len(work)
+    first = 0  # of those that are not done
 
-    def step(job: tuple[int, Callable[[], object]], go_on: Callable[[], None]) -> None:
+    def step(index: int, go_on: Callable[[], None]) -> None:
+        nonlocal first
         go_on()
-        job[1]()
+        work[index][1]()
+        with lock:
+            done[index] = True
+            if index == first:
+                while first < len(work) and done[first]:
+                    first += 1
+                if first < len(work):
+                    on_staged(work[first][0])
 
-    in_threads(work, threads, lambda: go_on, step)
+    in_threads(range(len(work)), threads, lambda: go_on, step)

@@ -44,7 +44,7 @@ def run(data: bytes) -> None:
         transport = _process.transport(task.transport)
     except ConnectionError as error:
         transport = _Unreachable(str(error))
-    outcome = run_save(task, store, transport, arena.status, arena.payload, _process.history(task.root))
+    outcome = run_save(task, store, transport, arena, _process.history(task.root))
     _process.ended = True
     if task.rank == COORDINATOR:
         _process.tidy(task, transport, outcome)

@@ -5,8 +5,9 @@ mapped by the writer process through `/proc/<pid>/fd/<fd>`, and O_DIRECT writes 
 once, all its pages touched (fresh pages cost five to ten times the copy into them), in huge pages where the
 machine has them (`_prefault`), and reused for every save.
 
-Layout: `STATUS_NBYTES` of status page (`ckptengine.staging.status`), then `capacity` bytes of payload,
-page-aligned.
+Layout: `STATUS_NBYTES` of what trainer and writer tell each other, the last page of it the mark
+(`ckptengine.staging.mark`), the rest the status page (`ckptengine.staging.status`); then `capacity` bytes of
+payload, page-aligned.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable
 
 from ckptengine.errors import CommitTimeoutError, SaveFailedError, StorageError
 from ckptengine.format.limits import PAGE, round_up
+from ckptengine.staging.mark import MARK_NBYTES, StagedMark
 from ckptengine.staging.status import STATUS_NBYTES, StatusPage
 from ckptengine.storage.direct import HUGE_PAGE
 from ckptengine.storage.linux import MADV_POPULATE_WRITE, collapse, madvise, map_shared, unmap
@@ -66,7 +68,7 @@ class Arena:
     whoever has told someone else of the memory, such as CUDA, and must take that back first.
     """
 
-    __slots__ = ("_memory", "_status", "address", "before_close", "capacity", "fd", "huge")
+    __slots__ = ("_mark", "_memory", "_status", "address", "before_close", "capacity", "fd", "huge")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
@@ -97,7 +99,9 @@ class Arena:
         self.before_close: Callable[[], None] | None = None
         self._memory: ctypes.Array[ctypes.c_ubyte] | None = _map(fd, STATUS_NBYTES + capacity)
         self.address: int = ctypes.addressof(self._memory)
-        self._status: StatusPage | None = StatusPage(self.view[:STATUS_NBYTES])
+        head = self.view[:STATUS_NBYTES]
+        self._status: StatusPage | None = StatusPage(head[:-MARK_NBYTES])
+        self._mark: StagedMark | None = StagedMark(head[-MARK_NBYTES:])
 
     @property
     def view(self) -> memoryview:
@@ -123,13 +127,20 @@ class Arena:
             raise ValueError("the arena is closed")
         return self._status
 
+    @property
+    def mark(self) -> StagedMark:
+        """Where the trainer tells how much of the snapshot is there."""
+        if self._mark is None:
+            raise ValueError("the arena is closed")
+        return self._mark
+
     def close(self) -> None:
         """Give up the memory (see the class). Idempotent."""
         if self._memory is None:
             return
         if self.before_close is not None:
             self.before_close()
-        self._memory = self._status = None
+        self._memory = self._status = self._mark = None
         os.close(self.fd)
         self.fd = -1
 

@@ -23,6 +23,7 @@ from ckptengine.format.blocks import BlockTable
 from ckptengine.format.manifest import Manifest
 from ckptengine.format.names import AttemptId, shard_filename, step_dirname
 from ckptengine.format.shard import HeaderTemplate
+from ckptengine.staging.arena import Arena
 from ckptengine.staging.status import StatusPage
 from ckptengine.storage.store import Store
 from ckptengine.write.commit import collect_receipts, commit
@@ -41,6 +42,7 @@ from ckptengine.write.messages import (
 from ckptengine.write.methods import History
 from ckptengine.write.second_place import with_a_second_place
 from ckptengine.write.shard_writer import Compression, WrittenShard, write_shard
+from ckptengine.write.staged import waiting_for
 from ckptengine.write.waiting import wait_for_key
 
 logger = logging.getLogger(__name__)
@@ -52,18 +54,17 @@ def run_save(
     task: WriteTask,
     store: Store,
     transport: Transport,
-    page: StatusPage,
-    payload: memoryview,
+    arena: Arena,
     history: History,
 ) -> Outcome:
-    """Bring the staged bytes in `payload` to the commit; how it ended is on the status page and returned,
-    never raised. `history`: what earlier saves to this root have shown."""
-    reporter = _Reporter(task, page)
+    """Bring the bytes in the arena to the commit, also while they are still being staged; how it ended is on
+    the status page and returned, never raised. `history`: what earlier saves to this root have shown."""
+    reporter = _Reporter(task, arena.status)
     draft = None
     try:
         if task.rank == COORDINATOR:
-            draft = begin_draft(bytes(payload[: task.header_nbytes]), task.world_size)
-        receipt = _make_durable(task, store, transport, payload, reporter, history)
+            draft = begin_draft(bytes(arena.payload[: task.header_nbytes]), task.world_size)
+        receipt = _make_durable(task, store, transport, arena, reporter, history)
     except Exception as error:
         logger.warning("step %d, attempt %s, rank %d: %s", task.step, task.attempt, task.rank, error)
         receipt = Receipt(rank=task.rank, failure=Failure.of(error, task.rank))
@@ -120,12 +121,13 @@ def _make_durable(
     task: WriteTask,
     store: Store,
     transport: Transport,
-    payload: memoryview,
+    arena: Arena,
     reporter: _Reporter,
     history: History,
 ) -> Receipt:
     notes = _prepare_directory(task, store, transport)
     reporter.writing()
+    payload = arena.payload
     header = bytes(payload[: task.header_nbytes])
     data = payload[task.data_offset : task.data_offset + task.data_nbytes]
     template = HeaderTemplate(
@@ -147,6 +149,7 @@ def _make_durable(
             compression=Compression(task.zstd_level, task.auto, history) if task.codec == "zstd" else None,
             threads=task.io_threads,
             huge=task.arena.huge,
+            staged=waiting_for(arena.mark, task),
             on_progress=reporter.wrote,
             on_written=reporter.written,
         )

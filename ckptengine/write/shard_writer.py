@@ -26,6 +26,7 @@ from ckptengine.storage.store import BlockWriter, Store
 from ckptengine.write import raw_block
 from ckptengine.write.groups import group
 from ckptengine.write.methods import Chooser, History
+from ckptengine.write.staged import Staged
 
 Progress = Callable[[int], None]
 
@@ -58,11 +59,12 @@ def write_shard(
     compression: Compression | None,
     threads: int,
     huge: bool = False,
+    staged: Staged = lambda nbytes: None,
     on_progress: Progress = lambda nbytes: None,
     on_written: Callable[[], None] = lambda: None,
 ) -> WrittenShard:
     """Write and sync the shard at `path`, which must not exist; `data` is its whole data section, `huge` if
-    that lies in huge pages.
+    that lies in huge pages. It may still be filled: `staged` waits for its bytes.
 
     `compression` None writes a raw shard. `on_progress` gets the staged bytes done so far, from any thread;
     `on_written` is called between the last write and the sync. On any error the file is removed as far as
@@ -73,12 +75,14 @@ def write_shard(
     writer = _create(store, path, template.nbytes + len(data), needed=compression is None)
     meter = _Meter()
     try:
-        section = _Section(writer, template.nbytes, data, blocks, huge, meter, on_progress)
+        section = _Section(writer, template.nbytes, data, blocks, huge, staged, meter, on_progress)
         stored: list[int] | None = None
         methods: str | None = None
         if compression is None:
             digests = section.write_raw(threads)
         else:
+            # What pays is found out by samples from all over.
+            staged(None)
             chooser = Chooser(
                 group(tensor_spans(template)),
                 data,
@@ -90,6 +94,7 @@ def write_shard(
                 history=compression.history,
             )
             digests, stored, methods = section.write_compressed(threads, compression, chooser)
+        staged(None)
         header = seal_header(template, digests, stored, methods)
         # No sync between data and header: a header that reaches the disk before its blocks is found out by
         # their digests, and nothing refers to this file before the sync below.
@@ -173,6 +178,7 @@ class _Section:
         data: memoryview,
         blocks: BlockTable,
         huge: bool,
+        staged: Staged,
         meter: _Meter,
         on_progress: Progress,
     ) -> None:
@@ -181,6 +187,7 @@ class _Section:
         self._data = data
         self._blocks = blocks
         self._huge = huge
+        self._staged = staged
         self._meter = meter
         self._on_progress = on_progress
         self._turn = threading.Condition()
@@ -200,6 +207,7 @@ class _Section:
 
             def write(index: int) -> None:
                 start, stop = self._blocks.span(index)
+                self._staged(stop)
                 block = self._data[start:stop]
                 digests[index] = raw_block.write(self._writer, self._base + start, block, buffer)
 

@@ -28,6 +28,32 @@ def test_large_tensors_are_copied_by_any_number_of_threads(
     assert same(saved.load(), state)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_said_to_be_there_is_there_and_stays(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(stage, "PIECE_NBYTES", 1 << 16)
+    monkeypatch.setattr(stage, "SMALL_NBYTES", 100)
+    tensors = [torch.randint(1, 256, (n,), dtype=torch.uint8) for n in (300_000, 10, 500_001, 70_000)]
+    flat = flatten([*tensors, torch.randint(1, 256, (400, 300), dtype=torch.uint8).t()])
+    # Not in the order of the payload.
+    ends = [sum(item.nbytes for item in flat.items[:i]) for i in range(len(flat.items) + 1)]
+    items, offsets = flat.items[::-1], ends[:-1][::-1]
+    payload = memoryview(bytearray(ends[-1]))
+    seen: list[tuple[int, bytes]] = []
+    copy_items(
+        items,
+        offsets,
+        payload,
+        threads=threads,
+        on_staged=lambda nbytes: seen.append((nbytes, bytes(payload[:nbytes]))),
+    )
+    if threads == 1:  # several may end the first piece last, and then there is nothing to say
+        assert len({nbytes for nbytes, _ in seen}) > 5
+    assert [nbytes for nbytes, _ in seen] == sorted(nbytes for nbytes, _ in seen)
+    for nbytes, there in seen:
+        assert 0 not in there
+        assert there == bytes(payload[:nbytes])
+
+
 def test_an_item_that_does_not_fit_is_an_error_before_anything_is_written() -> None:
     flat = flatten([torch.ones(4), torch.ones(4)])
     payload = memoryview(bytearray(31))

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 import ckptengine as ck
+from ckptengine import snapshot
+from ckptengine.adapters.stage import copy_items
 from tests.adapters.sharded_cases import adamw, bare, fsdp1, fsdp2, local_state, model, paired, train
 from tests.dist.cases import WRAPS as OF_CASES
 from tests.dist.cases import checkpointer, rank
@@ -72,6 +74,36 @@ def a_change_on(changed: int, root: str, wrap: str) -> ck.SaveFailedError:
             gate.open()
             with pytest.raises(ck.SaveFailedError) as caught:
                 handle.result(IN_TIME_S)
+        assert ckpt.latest == 1
+        expected = local_state(module, optimizer)
+        ckpt.save(3, paired(module, optimizer))
+        again = WRAPS[wrap](model(2))
+        other = adamw(again)
+        assert ckpt.restore(paired(again, other)).step == 3
+        assert local_state(again, other) == expected
+        dist.barrier()
+    return caught.value
+
+
+def a_copy_fails_on(failing: int, root: str, wrap: str) -> BaseException:
+    """On rank `failing`, the copy in the call ends half way."""
+    module = WRAPS[wrap](model(1))
+    optimizer = adamw(module)
+    train(module, optimizer)
+
+    def half(items: Any, offsets: Any, payload: memoryview, **options: Any) -> None:
+        n = len(items) // 2
+        copy_items(items[:n], offsets[:n], payload)
+        options["on_staged"](min(offsets[n:]))
+        raise RuntimeError("the device is gone")
+
+    with checkpointer(root, on_error="warn") as ckpt:
+        ckpt.save(1, paired(module, optimizer))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ck.SaveFailedError)) as caught:
+            if rank() == failing:
+                patch.setattr(snapshot, "copy_items", half)
+            ckpt.save(2, paired(module, optimizer))
+        ckpt.wait(IN_TIME_S)
         assert ckpt.latest == 1
         expected = local_state(module, optimizer)
         ckpt.save(3, paired(module, optimizer))

@@ -29,3 +29,13 @@ def test_a_change_on_one_rank_fails_the_save_on_all(pair: Ranks, root: str, wrap
         assert "while it was being copied" in str(error)
         assert "train.model" in str(error)
         assert "handle.wait_staged()" in str(error)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all(pair: Ranks, root: str, failing: int) -> None:
+    errors = pair.call(overlap_cases.a_copy_fails_on, failing, root, "fsdp2")
+    assert type(errors[failing]) is RuntimeError
+    other = errors[1 - failing]
+    assert isinstance(other, ck.SaveFailedError)
+    assert other.rank == failing
+    assert "the device is gone" in str(other)

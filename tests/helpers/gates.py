@@ -34,10 +34,12 @@ class Gate:
 
     def copy(self, items: Any, offsets: Any, payload: memoryview, **options: Any) -> None:
         half = len(items) // 2
-        copy_items(items[:half], offsets[:half], payload, after=options["after"])
+        copy_items(items[:half], offsets[:half], payload, after=options.get("after"))
+        options["on_staged"](min(offsets[half:], default=0))
         self._reached.set()
         while not self._open.wait(0.005):
-            options["go_on"]()
+            if "go_on" in options:
+                options["go_on"]()
         copy_items(items[half:], offsets[half:], payload, **options)
 
 

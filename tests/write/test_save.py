@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,15 +20,15 @@ from safetensors.numpy import load_file
 
 from ckptengine.catalog.catalog import list_steps, read_manifest
 from ckptengine.comm.transport import MemoryTransport
-from ckptengine.errors import CheckpointError
+from ckptengine.errors import CheckpointError, SaveFailedError
 from ckptengine.format.index import build_index
 from ckptengine.format.layout import lay_out
-from ckptengine.format.names import INDEX_NAME, AttemptId, RunId
+from ckptengine.format.names import INDEX_NAME, AttemptId, RunId, shard_filename, step_dirname
 from ckptengine.format.shard import ShardHeader, TensorEntry, encode_header
 from ckptengine.read.plan import Destination
 from ckptengine.read.reader import read_shard
 from ckptengine.read.shards import open_header, shard_path
-from ckptengine.staging.status import STATUS_NBYTES, StatusPage
+from ckptengine.staging.arena import Arena
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
@@ -36,10 +37,20 @@ from ckptengine.testing.nondurable import NonDurableStore, SimulatedCrash
 from ckptengine.write.messages import ArenaRef, Outcome, SaveStatus, TransportSpec, WriteTask
 from ckptengine.write.methods import History
 from ckptengine.write.save import run_save
+from ckptengine.write.staged import refusal
 
 RUN = RunId(3, 1_700_000_000_000, "00c0ffee")
 BLOCK = 8192
 RANKS = 2
+
+
+@contextmanager
+def holding(payload: memoryview) -> Iterator[Arena]:
+    """An arena with a whole snapshot."""
+    with Arena(len(payload)) as arena:
+        arena.payload[: len(payload)] = payload
+        arena.mark.complete()
+        yield arena
 
 
 def content(step: int, rank: int) -> np.ndarray:
@@ -115,9 +126,9 @@ def save_on_all_ranks(
 
     def run(rank: int) -> Outcome:
         task, payload = staged(root, step, rank, save, ranks=len(stores), **options)  # type: ignore[arg-type]
-        page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
-        outcome = run_save(task, stores[rank], transport, page, payload, History())
-        seen = msgspec.msgpack.decode(page.read() or b"", type=SaveStatus)
+        with holding(payload) as arena:
+            outcome = run_save(task, stores[rank], transport, arena, History())
+            seen = msgspec.msgpack.decode(arena.status.read() or b"", type=SaveStatus)
         assert (seen.state, seen.outcome) == ("ended", outcome)
         return outcome
 
@@ -171,8 +182,8 @@ def test_what_is_no_header_is_never_committed(tmp_path: Path) -> None:
     task, payload = staged(str(tmp_path), 10, 0, 1, ranks=1)
     # Where the tensors' description begins: past all that the writer itself has to find.
     payload[: task.header_nbytes] = bytes(payload[: task.header_nbytes]).replace(b'"dtype"', b'"dtype,')
-    page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
-    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload, History())
+    with holding(payload) as arena:
+        outcome = run_save(task, PosixStore(), MemoryTransport(), arena, History())
     assert outcome.failure is not None
     assert "malformed shard header" in outcome.failure.message
     assert list_steps(PosixStore(), str(tmp_path)) == []
@@ -287,8 +298,8 @@ def test_a_power_cut_at_any_moment_leaves_whole_checkpoints_only(seed: int | Non
 
 def test_a_rank_that_never_reports_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
     task, payload = staged(str(tmp_path), 1, 0, 1, ranks=RANKS, timeout_s=1.0)
-    page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
-    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload, History())
+    with holding(payload) as arena:
+        outcome = run_save(task, PosixStore(), MemoryTransport(), arena, History())
     assert not outcome.committed
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.kind) == (1, "CommitTimeoutError")
@@ -297,7 +308,28 @@ def test_a_rank_that_never_reports_is_named_when_the_deadline_passes(tmp_path: P
 
 def test_a_coordinator_that_never_comes_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
     task, payload = staged(str(tmp_path), 1, 1, 1, ranks=RANKS, timeout_s=1.0)
-    page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
-    outcome = run_save(task, PosixStore(), MemoryTransport(), page, payload, History())
+    with holding(payload) as arena:
+        outcome = run_save(task, PosixStore(), MemoryTransport(), arena, History())
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.kind) == (0, "CommitTimeoutError")
+
+
+def test_a_snapshot_refused_when_all_of_it_is_written_is_no_shard(tmp_path: Path) -> None:
+    task, payload = staged(str(tmp_path), 1, 0, 1, ranks=1)
+    with holding(payload) as arena, ThreadPoolExecutor(1) as pool:
+        arena.mark.reset()
+        arena.mark.reach(task.data_nbytes)
+        saving = pool.submit(run_save, task, PosixStore(), MemoryTransport(), arena, History())
+        path = tmp_path / step_dirname(1) / task.attempt / shard_filename(0, compressed=False)
+        data = bytes(payload[task.data_offset : task.data_offset + task.data_nbytes])
+        deadline = time.monotonic() + 30
+        while not (path.exists() and data in path.read_bytes()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert not any(path.read_bytes()[: task.header_nbytes])
+        arena.mark.refuse(refusal(SaveFailedError("torn"), 0))
+        outcome = saving.result(30)
+    assert not outcome.committed
+    assert outcome.failure is not None
+    assert (outcome.failure.message, outcome.failure.rank, outcome.retry) == ("torn", 0, False)
+    assert not path.exists()
