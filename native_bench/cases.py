@@ -48,6 +48,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 _VARIANTS = (
     "engine-zstd",
     "engine-auto",
+    "engine-sync",
     "engine-overlap",
     "dcp-async-thread",
     "dcp-async-process",
@@ -127,6 +128,7 @@ QUICK = (
         without=(
             "engine-zstd",
             "engine-auto",
+            "engine-sync",
             "engine-unverified",
             "raw",
             "safetensors",

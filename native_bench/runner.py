@@ -44,7 +44,7 @@ VERSIONS = (
     "numpy",
 )
 
-EXPENDABLE = ("engine-zstd", "engine-auto", "engine-overlap")
+EXPENDABLE = ("engine-zstd", "engine-auto", "engine-sync", "engine-overlap")
 """Systems that keep memory between two saves, in the order in which they are left out where it is short."""
 
 WORKER_NBYTES = 256 << 20

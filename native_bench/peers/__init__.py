@@ -8,6 +8,7 @@ from native_bench.peers.base import Peer
 
 SYSTEMS: dict[str, str] = {
     "engine": "engine:Engine",
+    "engine-sync": "engine:EngineSync",
     "engine-overlap": "engine:EngineOverlap",
     "engine-zstd": "engine:EngineZstd",
     "engine-auto": "engine:EngineAuto",
@@ -37,6 +38,7 @@ MEASURED_ELSEWHERE = ("engine-zstd", "engine-auto")
 
 BASE = (
     "engine",
+    "engine-sync",
     "engine-overlap",
     "engine-zstd",
     "engine-unverified",

@@ -76,6 +76,24 @@ class Engine:
             self._checkpointer.close()
 
 
+class EngineSync(Engine):
+    traits = Traits(
+        name="engine-sync",
+        title="**ckptengine**, `save`",
+        how="`Checkpointer.save`: returns when it is committed, and writes while it still copies",
+        fsyncs=True,
+        restores_like="engine",
+        holds=1,
+    )
+
+    def save(self, directory: str, step: int, state: Tensors) -> SaveSeconds:
+        checkpointer = self._at(directory)
+        start = time.perf_counter()
+        checkpointer.save(step, state)
+        seconds = time.perf_counter() - start
+        return SaveSeconds(seconds, seconds)
+
+
 class EngineOverlap(Engine):
     """Saves a model and its optimizer made of the same tensors, as only those are known to change in steps
     alone."""
