@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from ckptengine.storage.headroom import cgroups, meminfo
 from native_bench.mounts import Mount, mount_of
 from native_bench.page_cache import can_drop_caches
 
@@ -158,7 +159,7 @@ class Condition:
 def condition_of(directory: str | os.PathLike[str] = ".") -> Condition:
     """The machine's condition now, seen from an existing `directory`. Takes milliseconds, changes nothing."""
     where = Path(directory).resolve(strict=True)
-    memory = _meminfo()
+    memory = meminfo()
     space = os.statvfs(where)
     return Condition(
         cpu_model=_cpu_model(),
@@ -209,12 +210,6 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()  # arm64 has no such line
 
 
-def _meminfo() -> dict[str, int]:
-    lines = (_text("/proc/meminfo") or "").splitlines()
-    fields = ((name, rest.split()) for name, _, rest in (line.partition(":") for line in lines))
-    return {name: int(values[0]) * 1024 for name, values in fields if values[1:] == ["kB"]}
-
-
 def _pressure() -> dict[str, float]:
     found = {}
     for kind in ("cpu", "io", "memory"):
@@ -230,25 +225,9 @@ def _rlimit(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _cgroups(controller: str) -> list[Path]:
-    """The directories, from this process's cgroup up to the root, that may hold a limit of `controller`."""
-    found = []
-    for line in (_text("/proc/self/cgroup") or "").splitlines():
-        _, names, path = line.split(":", 2)
-        if not names:  # version 2
-            base = Path("/sys/fs/cgroup")
-        elif controller in names.split(","):
-            base = Path("/sys/fs/cgroup", names)
-        else:
-            continue
-        inner = Path(path.lstrip("/"))
-        found += [base / inner, *(base / parent for parent in inner.parents)]
-    return found
-
-
 def _cgroup_cores() -> float | None:
     limits = []
-    for group in _cgroups("cpu"):
+    for group in cgroups("cpu"):
         quota, _, period = (_text(group / "cpu.max") or "").partition(" ")
         if not quota:
             quota = _text(group / "cpu.cfs_quota_us") or "max"
@@ -260,9 +239,7 @@ def _cgroup_cores() -> float | None:
 
 def _cgroup_memory(total: int) -> int | None:
     texts = (
-        _text(group / name)
-        for group in _cgroups("memory")
-        for name in ("memory.max", "memory.limit_in_bytes")
+        _text(group / name) for group in cgroups("memory") for name in ("memory.max", "memory.limit_in_bytes")
     )
     limits = [int(text) for text in texts if text and text != "max"]
     # Version 1 writes a huge number for "none".

@@ -68,14 +68,6 @@ def check_space(directory: Path, nbytes: int, case: Case) -> None:
         )
 
 
-def available_memory() -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def make_cold(root: Path) -> int:
     """Write the files below back and drop them from the page cache. Returns the bytes that are still there,
     which somebody has mapped."""

@@ -14,10 +14,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ckptengine.storage.headroom import available_memory
 from native_bench import cases
 from native_bench.cases import GIB, Case
 from native_bench.condition import condition_of, versions_of
-from native_bench.ground import available_memory, check_space, make_cold, make_hot, memories, work_directory
+from native_bench.ground import check_space, make_cold, make_hot, memories, work_directory
 from native_bench.limits import LimitError
 from native_bench.mounts import mount_of
 from native_bench.native import Limits, Tuned
@@ -199,6 +200,8 @@ class _Bench:
         holds = {name: make(name).traits.holds for name in wanted}
         state = self.result.nbytes
         available = available_memory()
+        if available is None:
+            return wanted
         # State and target, what one system allocates in its turn, and the page cache of a file read hot.
         fixed = 5 * state + (state if self.case.place == "tmpfs" else 0) + GIB
         fixed += len(wanted) * self.case.world_size * WORKER_NBYTES

@@ -27,6 +27,7 @@ from ckptengine.format.limits import PAGE, round_up
 from ckptengine.staging.mark import MARK_NBYTES, StagedMark
 from ckptengine.staging.status import STATUS_NBYTES, StatusPage
 from ckptengine.storage.direct import HUGE_PAGE
+from ckptengine.storage.headroom import available_memory
 from ckptengine.storage.linux import MADV_POPULATE_WRITE, collapse, madvise, map_shared, unmap
 from ckptengine.storage.threads import in_threads
 
@@ -75,6 +76,11 @@ class Arena:
             raise ValueError(f"an arena's capacity must not be negative, not {capacity}")
         capacity = round_up(capacity, _GRAIN)
         nbytes = STATUS_NBYTES + capacity
+        available = available_memory()
+        if available is not None and nbytes > available:
+            raise SaveFailedError(
+                f"no memory for a snapshot of {capacity} bytes: {available} are available", hint=_HINT
+            )
         fd = -1
         try:
             fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -367,7 +373,8 @@ class ArenaPool:
         return sum(STATUS_NBYTES + arena.capacity for arena in (*self._free, *self._busy)) + sum(self._making)
 
     def _make_room(self, need: int) -> bool:
-        """Whether an arena of `need` bytes may be made; closes free ones (too small) where it takes that."""
+        """Whether an arena of `need` bytes may be made, by the bounds and by the memory there is; closes free
+        ones (too small) where it takes that."""
         busy = len(self._busy) + len(self._making)
         held = self._held() - sum(STATUS_NBYTES + arena.capacity for arena in self._free)
         if busy >= self._max_arenas or (self._budget is not None and held + need > self._budget):
@@ -378,7 +385,14 @@ class ArenaPool:
             or (self._budget is not None and self._held() + need > self._budget)
         ):
             self._free.pop().close()
-        return True
+        available = available_memory()
+        if available is None:
+            return True
+        while self._free and need > available:
+            available += self._free[-1].capacity
+            self._free.pop().close()
+        # With none to wait for, making it will say what is missing.
+        return need <= available or not busy
 
     def _make(self, nbytes: int, need: int) -> Arena:
         self._making.append(need)

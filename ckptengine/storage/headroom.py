@@ -1,0 +1,74 @@
+"""How much memory can still be taken, before the kernel ends a process for it?
+
+Pages of shared memory are not refused when they are asked for: the kernel finds out when they are touched,
+and then ends whatever it thinks best, which may be the training. So it is asked before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int | None:
+    """Bytes that the machine has available, swap included, or that the cgroups of this process leave it,
+    whichever is less; None if the kernel tells neither.
+
+    Page cache counts as available, since the kernel gives it up first. It is an estimate: others take and
+    give back memory meanwhile.
+    """
+    memory = meminfo()
+    left = [memory["MemAvailable"] + memory.get("SwapFree", 0)] if "MemAvailable" in memory else []
+    left += (one for group in cgroups("memory") if (one := _left_in(group)) is not None)
+    return min(left, default=None)
+
+
+def meminfo() -> dict[str, int]:
+    """The sizes in /proc/meminfo, in bytes."""
+    lines = (_text(PROC / "meminfo") or "").splitlines()
+    fields = ((name, rest.split()) for name, _, rest in (line.partition(":") for line in lines))
+    return {name: int(values[0]) * 1024 for name, values in fields if values[1:] == ["kB"]}
+
+
+def cgroups(controller: str) -> list[Path]:
+    """The directories, from this process's cgroup up to the root, that may hold a limit of `controller`."""
+    found = []
+    for line in (_text(PROC / "self" / "cgroup") or "").splitlines():
+        _, names, path = line.split(":", 2)
+        if not names:  # version 2
+            base = CGROUPS
+        elif controller in names.split(","):
+            base = CGROUPS / names
+        else:
+            continue
+        inner = Path(path.lstrip("/"))
+        found += [base / inner, *(base / parent for parent in inner.parents)]
+    return found
+
+
+def _left_in(group: Path) -> int | None:
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+    ):
+        limit, usage = _text(group / limit_name), _text(group / usage_name)
+        if limit and usage and limit.isdecimal():  # or "max"
+            return max(0, int(limit) - int(usage) + _page_cache(group))
+    return None
+
+
+def _page_cache(group: Path) -> int:
+    lines = (_text(group / "memory.stat") or "").splitlines()
+    fields = {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
+    # Version 1 has `total_` before what includes the groups below.
+    file, shared = ("total_cache", "total_shmem") if "total_cache" in fields else ("file", "shmem")
+    return max(0, fields.get(file, 0) - fields.get(shared, 0))
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,137 @@
+"""Is a snapshot that does not fit refused, where it would otherwise get a process killed?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ckptengine.storage import headroom
+from ckptengine.storage.headroom import CGROUPS, available_memory, cgroups
+
+MIB = 1 << 20
+
+
+def test_the_machine_has_what_psutil_says() -> None:
+    available = available_memory()
+    assert available is not None
+    there = psutil.virtual_memory()
+    assert min(there.available / 2, 256 * MIB) < available <= there.total + psutil.swap_memory().total
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with 100 MiB available and 1 MiB of swap, without cgroups."""
+    monkeypatch.setattr(headroom, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(headroom, "CGROUPS", tmp_path / "cgroups")
+    available = "MemTotal: 999999 kB\nMemAvailable: 102400 kB\nSwapFree: 1024 kB\n"
+    write(tmp_path / "proc/meminfo", available)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_without_limits_it_is_what_the_machine_has(kernel: Path) -> None:
+    assert available_memory() == 101 * MIB
+    write(kernel / "proc/self/cgroup", "0::/job\n")
+    write(kernel / "cgroups/job/memory.max", "max\n")
+    write(kernel / "cgroups/job/memory.current", "12345\n")
+    assert available_memory() == 101 * MIB
+    (kernel / "proc/meminfo").unlink()
+    assert available_memory() is None
+
+
+@pytest.mark.parametrize("limited", ["job/pod", "job", ""])
+def test_any_group_above_may_be_the_tightest(kernel: Path, limited: str) -> None:
+    write(kernel / "proc/self/cgroup", "0::/job/pod\n")
+    group = kernel / "cgroups" / limited
+    write(group / "memory.max", f"{60 * MIB}\n")
+    write(group / "memory.current", f"{50 * MIB}\n")
+    # 30 MiB of files, 10 of which are shared memory and stay.
+    write(group / "memory.stat", f"anon 1\nfile {30 * MIB}\nkernel 7\nshmem {10 * MIB}\n")
+    assert available_memory() == 30 * MIB
+    write(group / "memory.current", f"{90 * MIB}\n")  # more than the limit: it has just been lowered
+    assert available_memory() == 0
+
+
+def test_version_1_groups_limit_too(kernel: Path) -> None:
+    write(kernel / "proc/self/cgroup", "5:cpu,cpuacct:/other\n4:memory:/job\n0::/\n")
+    group = kernel / "cgroups/memory/job"
+    write(group / "memory.limit_in_bytes", f"{60 * MIB}\n")
+    write(group / "memory.usage_in_bytes", f"{50 * MIB}\n")
+    write(group / "memory.stat", f"cache 0\nshmem 0\ntotal_cache {9 * MIB}\ntotal_shmem {4 * MIB}\n")
+    assert available_memory() == 15 * MIB
+
+
+@contextlib.contextmanager
+def memory_group(limit: int) -> Iterator[Path]:
+    """A real cgroup below this process's own."""
+    for parent in cgroups("memory"):
+        group = parent / f"ckptengine-test-{uuid.uuid4().hex[:8]}"
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                group.mkdir()
+            except OSError:
+                continue
+            try:
+                (group / name).write_text(str(limit))
+            except OSError:
+                group.rmdir()
+                continue
+            try:
+                yield group
+            finally:
+                group.rmdir()
+            return
+    pytest.skip(f"no memory cgroup can be made below {CGROUPS}")
+
+
+def test_a_snapshot_beyond_the_limit_of_the_job_is_refused_and_nobody_is_killed() -> None:
+    script = textwrap.dedent("""
+        import os, sys
+        with open(sys.argv[1], "w") as procs:
+            procs.write(str(os.getpid()))
+        from ckptengine.errors import SaveFailedError
+        from ckptengine.staging.arena import Arena, ArenaPool
+        try:
+            Arena(512 << 20)
+        except SaveFailedError as error:
+            print(error, error.hint)
+        with ArenaPool(max_arenas=2) as pool:
+            first = pool.acquire(150 << 20, 1.0)
+            try:
+                pool.acquire(150 << 20, 0.2)
+            except Exception as error:
+                print(type(error).__name__)
+            pool.release(first)
+            # The free one is too small, and in the way.
+            pool.release(pool.acquire(170 << 20, 1.0))
+        print("alive")
+    """)
+    with memory_group(256 * MIB) as group:
+        run = subprocess.run(
+            [sys.executable, "-c", script, str(group / "cgroup.procs")],
+            env=dict(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert run.returncode == 0, run.stderr
+    refused, waited, end = run.stdout.splitlines()
+    assert refused.startswith(f"no memory for a snapshot of {512 * MIB} bytes: ")
+    assert "are available" in refused
+    assert "raise the memory limit of the job" in refused
+    assert waited == "CommitTimeoutError", "a save that is still being written gives its memory back"
+    assert end == "alive"
