@@ -356,7 +356,7 @@ def _merged(owned: list[_Owned]) -> tuple[list[int], list[int]]:
 
 
 # `ctypes.string_at` without its wrapper, at half the price: in the call, three are taken of each tensor.
-_bytes_at = ctypes.pythonapi.PyBytes_FromStringAndSize
+_bytes_at = ctypes.PyDLL(None).PyBytes_FromStringAndSize
 _bytes_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
 _bytes_at.restype = ctypes.py_object
 

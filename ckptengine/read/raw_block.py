@@ -17,7 +17,7 @@ from typing import TypeAlias
 from ckptengine.format.digest import PIECE_NBYTES, Hasher
 from ckptengine.read.plan import Copy
 from ckptengine.storage.direct import AlignedBuffer
-from ckptengine.storage.memory import move
+from ckptengine.storage.memcopy import move
 from ckptengine.storage.store import BlockReader, ReadSource
 
 READ_NBYTES = 8 << 20
@@ -31,7 +31,7 @@ than copying it."""
 MAX_PIECES = 1024
 """Of memory that one system call fills (IOV_MAX)."""
 
-_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at = ctypes.PyDLL(None).PyMemoryView_FromMemory
 _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory_at.restype = ctypes.py_object
 _WRITABLE = 0x200  # PyBUF_WRITE

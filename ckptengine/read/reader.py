@@ -25,7 +25,7 @@ from ckptengine.read import raw_block
 from ckptengine.read.damage import Damage, touched
 from ckptengine.read.plan import BlockRead, Destination, plan_reads
 from ckptengine.storage.direct import AlignedBuffer
-from ckptengine.storage.memory import move
+from ckptengine.storage.memcopy import move
 from ckptengine.storage.store import BlockReader, ReadSource, Store
 from ckptengine.storage.threads import in_threads
 

@@ -56,9 +56,11 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+# Not ctypes.pythonapi, whose functions are everybody's, with the argument types that were set last.
+_python = ctypes.PyDLL(None)
+_get_buffer = _python.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer = _python.PyBuffer_Release
 _release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptengine.storage import memcopy
-from ckptengine.storage.memcopy import SHORT_NBYTES, WORTH_IT_NBYTES, Copier
+from ckptengine.storage.memcopy import HELD_NBYTES, SHORT_NBYTES, WORTH_IT_NBYTES, Copier, move
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,15 @@ def test_every_byte_is_copied_and_none_beside_them(nbytes: int) -> None:
         copier.copy(target.ctypes.data + 1, source.ctypes.data + 1, nbytes)
         np.testing.assert_array_equal(target[1:-1], source[1:-1])
         assert target[0] == target[-1] == 7
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, HELD_NBYTES, HELD_NBYTES + 1])
+def test_move_copies_every_byte_and_none_beside_them(nbytes: int) -> None:
+    source = np.random.default_rng(nbytes).integers(0, 256, nbytes + 2, np.uint8)
+    target = np.full(nbytes + 2, 7, np.uint8)
+    move(target.ctypes.data + 1, source.ctypes.data + 1, nbytes)
+    np.testing.assert_array_equal(target[1:-1], source[1:-1])
+    assert target[0] == target[-1] == 7
 
 
 @pytest.mark.parametrize("slow", ["short", "long"])
