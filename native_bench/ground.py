@@ -37,7 +37,8 @@ def memories(extent: int) -> Iterator[tuple[int, int]]:
 @contextlib.contextmanager
 def work_directory(case: Case, directory: Path) -> Iterator[Path]:
     """A directory of this run's own; also removes those of runs that were killed."""
-    where = directory if case.place == "disk" else _tmpfs()
+    # Not every system takes a path that is relative.
+    where = directory.absolute() if case.place == "disk" else _tmpfs()
     for left in where.glob(f"{PREFIX}*"):
         pid = left.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):

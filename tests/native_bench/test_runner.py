@@ -306,6 +306,15 @@ def test_a_run_can_be_added_to_another(tmp_path: Path) -> None:
     assert "## What grows" in text
 
 
+def test_systems_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some take no others (Orbax)."""
+    monkeypatch.chdir(tmp_path)
+    with ground.work_directory(TINY, Path(".")) as directory:
+        assert directory.is_absolute()
+        assert directory.parent == tmp_path
+    assert not directory.exists()
+
+
 def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
