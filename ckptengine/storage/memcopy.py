@@ -3,10 +3,10 @@
 A long copy lets other Python threads go on; a short one had better not (`move`).
 
 And libc decides by the size how to copy, from what it believes the caches to be, and not always well. Up to
-the second-level cache's size it uses the CPU's own string copy; above it plain stores, for which the CPU reads
-each line of the target first; and above some part of the last level, stores that pass the caches by. On one
-virtual machine that part is 240 MiB: two threads copied 13.3 GiB/s in calls of 1 to 64 MiB, 16.3 in calls of
-512 KiB, 19.5 in calls of 1 GiB. Elsewhere a long call may be the fastest. So both are tried (`copy`).
+the second-level cache's size it uses the CPU's own string copy; above it plain stores, for which the CPU
+reads each line of the target first; and above some part of the last level, stores that pass the caches by. On
+one virtual machine that part is 240 MiB: two threads copied 13.3 GiB/s in calls of 1 to 64 MiB, 16.3 in calls
+of 512 KiB, 19.5 in calls of 1 GiB. Elsewhere a long call may be the fastest. So both are tried (`copy`).
 """
 
 from __future__ import annotations
