@@ -28,7 +28,8 @@ from ckptengine.format.names import AttemptId, RunId
 from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo
 from ckptengine.snapshot import Staging
-from ckptengine.staging.arena import Arena, ArenaPool
+from ckptengine.staging.arena import Arena
+from ckptengine.staging.pool import ArenaPool
 from ckptengine.staging.status import StatusPage
 from ckptengine.storage.store import Store
 from ckptengine.write.messages import (

@@ -24,7 +24,8 @@ from ckptengine.format.names import AttemptId
 from ckptengine.handle import SaveHandle
 from ckptengine.monitor import Monitor, PendingSave, Run
 from ckptengine.snapshot import Behind, Snapshot, Staging, plan_snapshot
-from ckptengine.staging.arena import Arena, ArenaPool
+from ckptengine.staging.arena import Arena
+from ckptengine.staging.pool import ArenaPool
 from ckptengine.storage.store import Store
 from ckptengine.write.messages import ArenaRef, WriteTask
 

@@ -8,7 +8,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from ckptengine.adapters.stage import copy_items
 from ckptengine.adapters.state import flatten
-from ckptengine.staging.arena import Arena, ArenaPool
+from ckptengine.staging.arena import Arena
+from ckptengine.staging.pool import ArenaPool
 from native_bench.suites.sizes import Sizes
 
 

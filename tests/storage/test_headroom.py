@@ -103,7 +103,8 @@ def test_a_snapshot_beyond_the_limit_of_the_job_is_refused_and_nobody_is_killed(
         with open(sys.argv[1], "w") as procs:
             procs.write(str(os.getpid()))
         from ckptengine.errors import SaveFailedError
-        from ckptengine.staging.arena import Arena, ArenaPool
+        from ckptengine.staging.arena import Arena
+        from ckptengine.staging.pool import ArenaPool
         try:
             Arena(512 << 20)
         except SaveFailedError as error:
