@@ -38,10 +38,6 @@ class Lazy(TorchSave):
 class Slow(TorchSave):
     traits = Traits(name="slow", title="slow", how="")
 
-    def write(self, directory: str, step: int, state: Tensors) -> None:
-        time.sleep(1.0)
-        super().write(directory, step, state)
-
 
 class LikeTorch(TorchSave):
     traits = Traits(name="like-torch", title="like torch", how="", restores_like="torch")
@@ -53,10 +49,6 @@ class SlowToo(Slow):
 
 class SlowReader(TorchSave):
     traits = Traits(name="slow-reader", title="slow reader", how="", saves_like="torch")
-
-    def restore(self, directory: str, target: Tensors) -> None:
-        time.sleep(1.0)
-        super().restore(directory, target)
 
 
 class WrongLikeTorch(Wrong):
