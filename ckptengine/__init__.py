@@ -1,4 +1,4 @@
-"""ckptengine: checkpoints of sharded PyTorch training, written and read at the speed of the storage.
+"""ckptengine: a checkpoint storage engine for sharded PyTorch training.
 
 The public names, each imported when first used: `import ckptengine` alone is cheap and imports no torch.
 """

@@ -47,11 +47,12 @@ class Checkpointer:
     default torch.distributed's default group if it is initialised, else this process alone.
 
     Every rank makes one, and all ranks call `async_save`, `save` and `restore` in the same order.
-    `async_save` joins no collective and does no I/O; making a Checkpointer and `restore` wait for all ranks,
-    at most `config.agree_timeout_s`. Use it as a context manager, or `close()` it: that waits for the saves
-    under way.
+    `async_save` joins no collective and does no I/O; making a Checkpointer and `restore` wait for all ranks:
+    at most `config.agree_timeout_s` each time they agree, and `config.restore_timeout_s` for the slowest to
+    have read. Use it as a context manager, or `close()` it: that waits for the saves under way.
 
-    Raises `StorageError` if the root cannot be used and `CommitTimeoutError` if a rank does not come.
+    Raises `StorageError` if the root cannot be used, `CommitTimeoutError` if a rank does not come, and
+    `CheckpointError` if the ranks' `block_nbytes` or `codec` differ.
     """
 
     def __init__(
@@ -90,19 +91,24 @@ class Checkpointer:
         `state_dict`/`load_state_dict`.
         metadata: anything a value may be; kept in the manifest, shown by `ckpt inspect`.
 
-        Returns once the state is copied, so that changing it is safe; waits longer only when `max_arenas`
-        snapshots are still being written, and logs that. With `Config(snapshot="overlap")` it returns before,
-        and only optimizer steps may change the state until `handle.staged()`: they wait for the copy. Any
-        other change that is found fails the save. Raises `UnsupportedStateError` naming the key of a value
-        that cannot be stored (nothing is written, and the save fails on all ranks), and the error of an
-        earlier save that failed without anybody having asked its handle (`Config.on_error`).
+        Returns once the state is copied, so that changing it is safe; waits longer only for memory, and logs
+        that: while `max_arenas` snapshots are being written, or there is no room for one more. With
+        `Config(snapshot="overlap")` it returns before, and only optimizer steps may change the state until
+        `handle.staged()`: they wait for the copy. Any other change that is found fails the save.
+
+        Raises `UnsupportedStateError` naming the key of a value that cannot be stored (nothing is written,
+        and the save fails on all ranks); `SaveFailedError` if memory has no room for a snapshot, and
+        `CommitTimeoutError` if none became free in time (with "overlap" both are the handle's); `ValueError`
+        or `TypeError` for a step that is none; and the error of an earlier save that failed without anybody
+        having asked its handle (`Config.on_error`).
         """
         self._check_open()
         return self._saver.save(step, state, metadata)
 
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> CommitInfo:
         """`async_save(...).result()`: return when the checkpoint is committed, and that a little sooner: as
-        the caller waits anyway, writing begins while the state is still being copied."""
+        the caller waits anyway, a raw shard begins to be written while the state is still being copied.
+        Raises what those two raise."""
         self._check_open()
         return self._saver.save(step, state, metadata, at_once=True).result()
 
@@ -128,7 +134,8 @@ class Checkpointer:
         difference (the target is untouched, unless tensors of it share memory and were stored with different
         values, which shows only while they are filled), `CorruptCheckpointError` if no commit is whole
         (tensors of the target may have been overwritten), and `CommitTimeoutError` if a rank does not come.
-        An error on one rank is raised on all.
+        An error on one rank is raised on all. Of a `step` that is not there, `NotCommittedError` or
+        `CheckpointNotFoundError`. Waits first for the saves under way.
         """
         self._check_open()
         self._saver.wait(None)

@@ -16,20 +16,20 @@ MAX_TIMEOUT_S = 1e9
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a `Checkpointer`. All ranks must use the same.
+    """Settings of a `Checkpointer`. All ranks must use the same (`block_nbytes` and `codec` are compared).
 
-    block_nbytes: unit of I/O, digest and compression; a multiple of 4096.
+    block_nbytes: unit of I/O, digest and compression; a multiple of 4096 below 4 GiB.
     codec: `"raw"`; `"zstd"`, each block by the method that leaves the fewest bytes; or `"auto"`, which
         compresses only what is durable sooner for it, as samples of the state and the measured rate of the
         storage tell. Compressed shards (`"zstd"`, `"auto"`) are no safetensors files.
     zstd_level: for what is compressed as it is; byte planes of numbers take no level.
     direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never
-    does.
-    io_threads: parallel block reads or writes per rank; a restore of raw shards has twice as many threads, a
-        save of them half as many again.
+        does.
+    io_threads: parallel block reads or writes per rank; a restore of raw shards has twice as many threads (no
+        more than CPUs where the page cache has them), a save of them half as many again.
     stripe_count: on Lustre, over how many OSTs each shard is striped: a number (-1: all), `"auto"` (by the
         shards' size, the number of ranks and of OSTs), or `"inherit"` (what the root's directory says).
-    stripe_nbytes: on Lustre, the size of a stripe; a multiple of 64 KiB.
+    stripe_nbytes: on Lustre, the size of a stripe; a multiple of 64 KiB below 4 GiB.
     max_arenas: snapshots held at once (2 lets one be taken while the last is still being written).
     arena_budget_nbytes: bound on all arenas together; a save that needs more than is free waits. None:
         `max_arenas` is the only bound.
@@ -37,12 +37,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         divisible by M. None for both keeps everything.
     allow_pickle: store values of unknown types with pickle, and read them back.
     on_error: a failed background save is raised by the next call (`"raise"`) or logged (`"warn"`).
-    retries: fresh attempts after a failed one, from the same snapshot.
+    retries: fresh attempts after a failed one, from the same snapshot; 0 to 9.
     snapshot: `"copy"`: a save returns when the state is copied; `"overlap"`: at once, while what only an
         optimizer's step changes is copied in the background, and the next step waits for that.
     commit_timeout_s: from the request of a save to its commit; the save fails on all ranks when it passes.
     stall_timeout_s: a writer that makes no progress for so long is ended and its save fails (a new one has
-        at least 300 s to start).
+        at least 300 s to start); not counted while the state is still being copied.
     agree_timeout_s: for ranks to meet and agree (construction, the choice of the step to restore).
     restore_timeout_s: for the slowest rank to read its shard once the fastest one is done.
     """
@@ -113,7 +113,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             problems.append(f"retries must be in [0, 9], not {self.retries}")
         for name in ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s", "restore_timeout_s"):
             if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
-                problems.append(f"{name} must be positive, and finite, not {getattr(self, name)}")
+                found = getattr(self, name)
+                problems.append(f"{name} must be in (0, {MAX_TIMEOUT_S:g}] seconds, not {found}")
         if problems:
             raise ValueError("; ".join(problems))
 

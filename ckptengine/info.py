@@ -26,9 +26,12 @@ class SaveTimes:
 
 @dataclass(frozen=True, slots=True)
 class CommitInfo:
-    """A committed save. `nbytes` counts all ranks' shard files, `rank_nbytes` the tensor bytes this rank
-    staged. `notes`: what did not go as wished without harm to the checkpoint, such as a striping that Lustre
-    would not take; the same on all ranks."""
+    """A committed save.
+
+    path: the step's. attempt: its id. fingerprint: the manifest's digest. nbytes: of all ranks' shard files.
+    rank_nbytes: the tensor bytes this rank staged. notes: what did not go as wished without harm to the
+    checkpoint, such as a striping that Lustre would not take; the same on all ranks.
+    """
 
     step: int
     path: str

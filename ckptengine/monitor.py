@@ -1,9 +1,9 @@
-"""Drives staged saves to their outcome, in order, from one background thread of the trainer.
+"""Drives saves, staged or still being staged, to their outcome, in order, from one thread of the trainer.
 
 The writer process does the work and reports on the arena's status page, which costs a memory read to look at.
 What the writer cannot report, its own death or silence, is seen here and told to the other ranks. One save is
-with the writer at a
-time: retries then come before later saves on every rank, so ranks never wait for each other in a circle.
+with the writer at a time: retries then come before later saves on every rank, so ranks never wait for each
+other in a circle.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass
 class PendingSave:
-    """A save that has not ended. `refused` is set instead of an arena when this rank's call itself
+    """A save that has not ended. `refused` is set instead of `staging` when this rank's call itself
     failed."""
 
     handle: SaveHandle

@@ -1,5 +1,5 @@
-"""The training thread's side of a save: flatten, lay out, copy into the arena, hand over. No I/O, no
-collective."""
+"""The trainer's side of a save: flatten, lay out, hand over and copy, in the call or in a thread behind the
+training. No I/O, no collective."""
 
 from __future__ import annotations
 

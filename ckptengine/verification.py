@@ -89,7 +89,12 @@ def verify(
 ) -> VerifyReport:
     """Checks one checkpoint and reports all damage; writes nothing.
 
-    path: a root (its newest committed step), a step directory, or a manifest. Raises CheckpointNotFoundError,
+    path: a root (its newest committed step), a step directory, or a manifest. level: "sizes" (the files are
+    there, with their sizes), "structure" (and headers and INDEX are intact and agree) or "data" (and every
+    block), else ValueError. progress: called with the bytes checked and those to check. threads: parallel
+    block reads.
+
+    Raises CheckpointNotFoundError,
     NotCommittedError or UnsupportedFormatError where there is no checkpoint to check, and StorageError where
     the step or its manifest cannot be read at all, or any file of it for lack of a permission, of file
     descriptors or of memory: that says nothing about the file. Damage is never raised: it is in the report.

@@ -14,9 +14,14 @@ ENGINE, NATIVE = "**ckptengine**", "native limit"
 BESIDE = (
     "DCP, `thread_count=1`",
     "DCP, `thread_count=2`",
+    "DCP `async_save`, kept `DefaultStager`",
     "NVRx `TorchAsyncCheckpoint`",
+    "NVRx `FileSystemWriterAsync`",
     "safetensors `safe_open`",
+    "safetensors `load_file`",
     "torch.save / torch.load",
+    "torch.load, mmap",
+    "flashpack",
 )
 """Whose figures are shown, too, where they were measured."""
 
@@ -49,8 +54,10 @@ def figures(document: str) -> str:
     where = f"{known.get('CPU', 'unknown')}, {known.get('file system', 'unknown').partition(';')[0]}"
     told = (
         f"Seconds, medians of one run ({where}; {day[1] if day else 'no date'}). The page cache is dropped "
-        "before a cold restore.\n`make bench && make bench-report` measures your machine and renews these "
-        "lines. All systems, all targets, and how it was\nmeasured: [docs/benchmarks.md](docs/benchmarks.md)."
+        "before a cold restore, and the\nlimit is explained where the rest is. "
+        "`make bench && make bench-report` measures your machine (half an hour, 20 GiB of memory)\n"
+        "and renews these lines. All systems, how it was measured, and all targets, met and missed: "
+        "[docs/benchmarks.md](docs/benchmarks.md)."
     )
     if any("(aliases)" in part for part in parts):
         told += (

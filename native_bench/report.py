@@ -169,11 +169,12 @@ def _save_table(case: CaseResult) -> str:
         shown_stall = "–" if system.limit and system.name == "native" else _seconds(system, "stall_s")
         if not system.copies:
             shown_stall += " (aliases)"
+        stall = system.median("stall_s") if system.copies and not shown_stall.startswith("–") else None
         rows.append(
             [
                 system.title,
                 shown_stall,
-                _times(system.median("stall_s"), copy and copy[1]) if "–" not in shown_stall else "–",
+                "–" if stall is None else _times(stall, copy and copy[1]),
                 _seconds(system, "save_s") + ("" if system.fsyncs else " †"),
                 _rate(case, save),
                 _share(save, limit and limit[1]),
@@ -219,9 +220,9 @@ def _restore_table(case: CaseResult) -> str:
 
 def _overheads(small: CaseResult, large: CaseResult | None) -> list[str]:
     found = []
-    for what, figure in (("restore", "restore_hot_s"), ("save", "stall_s")):
+    for what, figure in (("a restore", "restore_hot_s"), ("the call of a save", "stall_s")):
         if (overhead := overhead_s(small, large, figure)) is not None:
-            found.append(f"{overhead * 1e6:.1f} µs for a {what}")
+            found.append(f"{overhead * 1e6:.1f} µs for {what}")
     cpu = small.median("engine", "restore_hot_cpu_s")
     if cpu is not None:
         found.append(
@@ -262,7 +263,9 @@ def _how(results: Results) -> str:
         "the file, or is paid for later by copy-on-write.",
         "- *of the limit*: the native programs' direct write of as many bytes, and their direct "
         "read of the engine's "
-        "own files; where those are missing, what Python threads reach without a format (raw).",
+        "own files; where those are missing, what Python threads reach without a format (raw). The native "
+        "read goes into memory of 4 KiB pages, as a target has them; the engine reads by way of huge-page "
+        "buffers, which some virtual disks like better, and can be faster than that limit there.",
         "- *engine is*: how many times as fast the engine is.",
         "",
         "| system | calls |",

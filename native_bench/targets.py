@@ -132,15 +132,15 @@ def _small(case: CaseResult, large: CaseResult | None) -> Iterator[Target]:
         yield _beats(f"small tensors, restore {kind}, beside the fastest peer", case, figure, 1.0)
     yield _beats_best("small tensors, save, beside DCP", case, ("dcp-1", "dcp-2"), "save_s", 10.0)
     yield _beats("small tensors, save, beside the fastest peer that fsyncs", case, "save_s", 1.5, _fsyncs)
-    for kind, name in (("restore", "restore_hot_s"), ("save", "stall_s")):
+    for kind, name in (("a restore", "restore_hot_s"), ("a save's call", "stall_s")):
         overhead = overhead_s(case, large, name)
         if overhead is None:
             yield Target(
-                f"small tensors, overhead of a {kind}", "needs the large case, too", "≤ 10 µs a tensor", None
+                f"small tensors, overhead of {kind}", "needs the large case, too", "≤ 10 µs a tensor", None
             )
         else:
             yield Target(
-                f"small tensors, overhead of a {kind}",
+                f"small tensors, overhead of {kind}",
                 f"{overhead * 1e6:.1f} µs a tensor",
                 "≤ 10 µs a tensor",
                 overhead <= SMALL_OVERHEAD_S,
@@ -175,12 +175,20 @@ def _two_ranks(case: CaseResult) -> Iterator[Target]:
     yield _beats("two ranks, restore hot, beside the fastest peer", case, "restore_hot_s", 1.0)
 
 
+def _digits(ratio: float, target: float) -> str:
+    """Two digits behind the point, or as many as it takes to differ from a target that it is not at."""
+    digits = 2
+    while digits < 6 and ratio != target and float(f"{ratio:.{digits}f}") == target:
+        digits += 1
+    return f"{ratio:.{digits}f}"
+
+
 def _of_limit(figure: str, case: CaseResult, name: str, least: float) -> Target:
     value, limit = case.median("engine", name), limit_of(case, name)
     if value is None or limit is None:
         return Target(figure, _why(case, "engine"), f"≥ {least:g} × the limit", None)
     share = limit[1] / value
-    return Target(figure, f"{share:.2f} × {limit[0]}", f"≥ {least:g} × the limit", share >= least)
+    return Target(figure, f"{_digits(share, least)} × {limit[0]}", f"≥ {least:g} × the limit", share >= least)
 
 
 def _of_memcpy(figure: str, case: CaseResult, system: str, least: float) -> Target:
@@ -188,7 +196,7 @@ def _of_memcpy(figure: str, case: CaseResult, system: str, least: float) -> Targ
     if value is None or copy is None:
         return Target(figure, _why(case, system), f"≥ {least:g} × memcpy", None)
     rate = copy[1] / value
-    return Target(figure, f"{rate:.2f} × {copy[0]}", f"≥ {least:g} × memcpy", rate >= least)
+    return Target(figure, f"{_digits(rate, least)} × {copy[0]}", f"≥ {least:g} × memcpy", rate >= least)
 
 
 def _ratio_of_limit(
@@ -198,7 +206,7 @@ def _ratio_of_limit(
     if value is None or limit is None:
         return Target(figure, _why(case, system), f"≤ {at_most:g} ×", None)
     times = value / limit[1]
-    return Target(figure, f"{times:.2f} × {limit[0]}", f"≤ {at_most:g} ×", times <= at_most)
+    return Target(figure, f"{_digits(times, at_most)} × {limit[0]}", f"≤ {at_most:g} ×", times <= at_most)
 
 
 def _beats(
@@ -222,7 +230,7 @@ def _beats_best(figure: str, case: CaseResult, names: Iterable[str], name: str, 
     title = found.title if found else peer
     met = best / value >= least
     note = "" if met else _beyond_the_limit(case, name, best, title, least)
-    return Target(figure, f"{best / value:.2f} × {title}", f"≥ {least:g} ×", met, note)
+    return Target(figure, f"{_digits(best / value, least)} × {title}", f"≥ {least:g} ×", met, note)
 
 
 def _beyond_the_limit(case: CaseResult, name: str, best: float, title: str, least: float) -> str:

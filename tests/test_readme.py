@@ -35,7 +35,7 @@ def test_the_ten_lines_run_and_continue(tmp_path: Path) -> None:
     (tmp_path / "ten.py").write_text(TEN_LINES)
     for last in (1, 3):
         run([sys.executable, "ten.py"], tmp_path)
-        report = ck.verify(tmp_path / "checkpoints")
+        report = ck.verify(tmp_path / "first-checkpoints")
         assert (report.ok, report.step) == (True, last)
 
 

@@ -15,7 +15,7 @@ Train a small Llama-like model on the bytes of Python's standard library, checkp
 A run continues from the newest committed checkpoint under --root; from scratch only if there is none.
 With several ranks, start it with torchrun:
 
-  torchrun --standalone --nproc-per-node 2 --max-restarts 2 -m trainer --root /tmp/run --fsdp 2
+  torchrun --standalone --nproc-per-node 2 --max-restarts 2 -m trainer --root runs/first --fsdp 2
 """
 
 

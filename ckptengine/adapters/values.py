@@ -1,8 +1,8 @@
 """How does a value that is not a tensor become JSON, and come back with its type?
 
 The nodes are those of the Tree table in `docs/format/v1.md`. Types are taken strictly (`type(x) is ...`), so
-that a subclass is never stored as its base. Nothing is unpickled, and no module imported, on the word of a
-checkpoint.
+that a subclass is never stored as its base. Nothing is unpickled, and no module imported but
+torch's and the standard library's, on the word of a checkpoint.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def system(name: str, **figures: float | list[float]) -> System:
     )
 
 
-def made_up(**engine: float) -> Results:
+def made_up(**engine: float | list[float]) -> Results:
     figures = {"stall_s": 0.2, "save_s": 1.0, "restore_cold_s": 1.0, "restore_hot_s": 0.25, **engine}
     large = CaseResult(
         case=Case(name="large", title="Large", kind="model", nbytes=2 * GIB, count=117),
@@ -128,6 +128,20 @@ def test_a_target_that_is_missed_is_short() -> None:
     found = by_figure(targets(made_up(stall_s=0.3, restore_cold_s=1.1)))
     assert found["stall, copied snapshot"].met is False
     assert found["restore cold, large"].met is False
+
+
+@pytest.mark.parametrize(
+    ("hot_s", "said"), [(0.2 / 0.65, "0.65"), (0.2 / 0.6496, "0.6496"), (0.2 / 0.64, "0.64"), (0.2, "1.00")]
+)
+def test_a_ratio_that_just_misses_its_target_is_not_rounded_to_it(hot_s: float, said: str) -> None:
+    found = by_figure(targets(made_up(restore_hot_s=hot_s)))
+    assert found["restore hot, digests checked"].measured == f"{said} × native memcpy"
+
+
+def test_stalls_are_held_against_the_copy_whatever_their_spread() -> None:
+    text = report.render(made_up(stall_s=[0.1, 0.2, 0.3, 0.4, 0.5]))
+    (row,) = (line for line in text.splitlines() if line.startswith("| engine | 0.300 (0.200–0.400)"))
+    assert row.split(" | ")[2] == "1.50"
 
 
 def test_the_overhead_of_a_small_tensor_leaves_out_what_its_bytes_cost() -> None:
