@@ -16,7 +16,7 @@ from ckptengine.config import Config
 from ckptengine.errors import CheckpointError
 from ckptengine.format.layout import PAD_PREFIX, lay_out
 from ckptengine.format.names import AttemptId
-from ckptengine.format.shard import HeaderTemplate, ShardHeader, TensorEntry, encode_header
+from ckptengine.format.shard import HeaderTemplate, ShardHeader, encode_header
 from ckptengine.staging.arena import Arena
 from ckptengine.staging.mark import StagedMark
 from ckptengine.write.messages import WriteTask
@@ -97,7 +97,7 @@ def plan_snapshot(
                 codec="raw" if config.codec == "raw" else "zstd",
                 block_nbytes=config.block_nbytes,
                 data_nbytes=data_nbytes,
-                tensors=tuple(_entry(item, *spans[item.name]) for item in flat.items),
+                tensors=tuple(item.entry(*spans[item.name]) for item in flat.items),
                 views=tuple(flat.views),
                 replicas=flat.replicas,
                 tree=flat.tree,
@@ -107,22 +107,6 @@ def plan_snapshot(
     starts = {name: start for name, (start, _) in spans.items()}
     pads = [(start, stop) for name, start, stop in placed if name.startswith(PAD_PREFIX)]
     return Snapshot(flat, starts, pads, data_nbytes, encode)
-
-
-def _entry(item: StateItem, start: int, stop: int) -> TensorEntry:
-    # By position, as this is done for every tensor.
-    return TensorEntry(
-        item.name,
-        item.dtype,
-        item.shape,
-        start,
-        stop,
-        item.chunk,
-        item.stride,
-        item.placement,
-        item.kind,
-        item.descr,
-    )
 
 
 class Behind:

@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from native_bench import page_cache
@@ -17,7 +16,6 @@ from native_bench.mounts import mount_of
 from native_bench.peers.base import files_below
 
 PREFIX = "native-bench-"
-_PIECE_NBYTES = 64 << 20
 
 
 @contextlib.contextmanager
@@ -73,13 +71,7 @@ def make_cold(root: Path) -> int:
     """Write the files below back and drop them from the page cache. Returns the bytes that are still there,
     which somebody has mapped."""
     paths = list(files_below(str(root)))
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    page_cache.evict(paths)
     left = page_cache.cached_bytes(paths)
     if left:
         # The whole cache, if this process may: not at once, as it is everybody's.
@@ -91,21 +83,6 @@ def make_cold(root: Path) -> int:
 def make_hot(root: Path) -> int:
     """Read the files below into the page cache. Returns the bytes that did not stay there."""
     paths = list(files_below(str(root)))
-    sizes = {path: os.path.getsize(path) for path in paths}
-    pieces = [(path, at) for path, size in sizes.items() for at in range(0, size, _PIECE_NBYTES)]
-    # One thread reads a cold file at a third of the rate of four.
-    with ThreadPoolExecutor(4) as pool:
-        for _ in pool.map(_read_piece, pieces):
-            pass
+    page_cache.fill(paths)
     cached = page_cache.cached_bytes(paths)
-    return 0 if cached is None else max(0, sum(sizes.values()) - cached)
-
-
-def _read_piece(piece: tuple[str, int]) -> None:
-    path, at = piece
-    buffer = bytearray(min(_PIECE_NBYTES, 8 << 20))
-    end = at + _PIECE_NBYTES
-    with open(path, "rb", buffering=0) as file:
-        file.seek(at)
-        while at < end and (n := file.readinto(memoryview(buffer)[: end - at])):
-            at += n
+    return 0 if cached is None else max(0, sum(map(os.path.getsize, paths)) - cached)

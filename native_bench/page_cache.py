@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +13,7 @@ from ckptengine.storage.linux import resident_pages
 
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 PAGE = os.sysconf("SC_PAGESIZE")
+_PIECE_NBYTES = 64 << 20
 
 CacheDrop = Literal["drop_caches", "posix_fadvise", "none"]
 
@@ -54,10 +57,19 @@ def evict(paths: Iterable[str | os.PathLike[str]]) -> int:
 
 def fill(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Read these files, or all files below these directories, into the page cache."""
-    buffer = bytearray(1 << 24)
-    for fd in _opened(paths):
-        while os.readv(fd, [buffer]):
-            pass
+    # One thread reads a cold file at a third of the rate of four.
+    with ThreadPoolExecutor(4) as pool:
+        for fd in _opened(paths):
+            size = os.fstat(fd).st_size
+            for _ in pool.map(partial(_read, fd), range(0, size, _PIECE_NBYTES)):
+                pass
+
+
+def _read(fd: int, at: int) -> None:
+    end = at + _PIECE_NBYTES
+    buffer = memoryview(bytearray(8 << 20))
+    while at < end and (n := os.preadv(fd, [buffer[: end - at]], at)):
+        at += n
 
 
 def cached_bytes(paths: Iterable[str | os.PathLike[str]]) -> int | None:

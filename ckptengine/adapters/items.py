@@ -11,7 +11,7 @@ import torch
 from ckptengine.adapters.tensors import storable
 from ckptengine.format import dtypes
 from ckptengine.format.geometry import Chunk
-from ckptengine.format.shard import ViewEntry
+from ckptengine.format.shard import TensorEntry, ViewEntry
 
 _DTYPES = {dtype: (name, dtypes.alignment(name)) for dtype, name in storable().items()}
 
@@ -38,6 +38,22 @@ class StateItem(msgspec.Struct, frozen=True, eq=False, gc=False):
     start: int = 0
     stop: int = 0
     on_cpu: bool = True
+
+    def entry(self, start: int, stop: int) -> TensorEntry:
+        """What a header says of it, at these bytes of the data section."""
+        # By position, as this is done for every tensor.
+        return TensorEntry(
+            self.name,
+            self.dtype,
+            self.shape,
+            start,
+            stop,
+            self.chunk,
+            self.stride,
+            self.placement,
+            self.kind,
+            self.descr,
+        )
 
     @property
     def tensor(self) -> torch.Tensor:

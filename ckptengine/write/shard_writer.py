@@ -2,7 +2,7 @@
 
 Digests are taken of the staged bytes, block by block, while they are in cache. The writer's memory beyond the
 arena is per thread: none for a raw shard whose arena is in huge pages, else one buffer of up to 8 MiB; for a
-compressed one one of a block, of which a frame takes up only as much as it is long.
+compressed one, one of a block, of which a frame takes up only as much as it is long.
 """
 
 from __future__ import annotations

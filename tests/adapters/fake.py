@@ -13,9 +13,9 @@ import torch
 
 from ckptengine.adapters.restore import Match, RestoreTarget
 from ckptengine.adapters.stage import copy_items
-from ckptengine.adapters.state import FlatState, StateItem, flatten
+from ckptengine.adapters.state import FlatState, flatten
 from ckptengine.adapters.tensors import plain, torch_dtype
-from ckptengine.format.entries import ShardHeader, TensorEntry
+from ckptengine.format.entries import ShardHeader
 from ckptengine.format.layout import lay_out
 from ckptengine.format.shard import decode_header, encode_header, seal_header
 from ckptengine.read.plan import Destination, plan_reads
@@ -38,28 +38,13 @@ def header_of(flat: FlatState, *, rank: int = 0, world_size: int = 1) -> ShardHe
         codec="raw",
         block_nbytes=BLOCK,
         data_nbytes=data_nbytes,
-        tensors=tuple(_entry(item, *spans[item.name]) for item in flat.items),
+        tensors=tuple(item.entry(*spans[item.name]) for item in flat.items),
         views=tuple(flat.views),
         replicas=flat.replicas,
         tree=flat.tree,
     )
     template = encode_header(header)
     return decode_header(seal_header(template, [bytes(16)] * template.n_blocks), path="shard")
-
-
-def _entry(item: StateItem, start: int, stop: int) -> TensorEntry:
-    return TensorEntry(
-        item.name,
-        item.dtype,
-        item.shape,
-        start,
-        stop,
-        item.chunk,
-        item.stride,
-        item.placement,
-        item.kind,
-        item.descr,
-    )
 
 
 class Saved:

@@ -75,14 +75,20 @@ def a_change_on(changed: int, root: str, wrap: str) -> ck.SaveFailedError:
             with pytest.raises(ck.SaveFailedError) as caught:
                 handle.result(IN_TIME_S)
         assert ckpt.latest == 1
-        expected = local_state(module, optimizer)
-        ckpt.save(3, paired(module, optimizer))
-        again = WRAPS[wrap](model(2))
-        other = adamw(again)
-        assert ckpt.restore(paired(again, other)).step == 3
-        assert local_state(again, other) == expected
-        dist.barrier()
+        the_next_save_works(ckpt, wrap, module, optimizer)
     return caught.value
+
+
+def the_next_save_works(
+    ckpt: ck.Checkpointer, wrap: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    expected = local_state(module, optimizer)
+    ckpt.save(3, paired(module, optimizer))
+    again = WRAPS[wrap](model(2))
+    other = adamw(again)
+    assert ckpt.restore(paired(again, other)).step == 3
+    assert local_state(again, other) == expected
+    dist.barrier()
 
 
 def a_copy_fails_on(failing: int, root: str, wrap: str) -> BaseException:
@@ -105,11 +111,5 @@ def a_copy_fails_on(failing: int, root: str, wrap: str) -> BaseException:
             ckpt.save(2, paired(module, optimizer))
         ckpt.wait(IN_TIME_S)
         assert ckpt.latest == 1
-        expected = local_state(module, optimizer)
-        ckpt.save(3, paired(module, optimizer))
-        again = WRAPS[wrap](model(2))
-        other = adamw(again)
-        assert ckpt.restore(paired(again, other)).step == 3
-        assert local_state(again, other) == expected
-        dist.barrier()
+        the_next_save_works(ckpt, wrap, module, optimizer)
     return caught.value
