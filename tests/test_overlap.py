@@ -313,6 +313,34 @@ def test_a_change_by_something_else_than_a_step_fails_the_save(
     assert same(job.restored(ckpt), expected)
 
 
+def test_a_tensor_exchanged_for_another_is_not_told_as_operations(ckpt: ck.Checkpointer, job: Job) -> None:
+    """Whichever of the two has seen more operations."""
+    weight, other = job.model[2].weight, nn.Parameter(torch.zeros_like(job.model[2].weight))
+    for operations in (0, weight._version + 9):
+        with torch.no_grad():
+            for _ in range(operations):
+                other.add_(1)
+        with held_copies() as held:
+            handle = ckpt.async_save(1, job.state)
+            held.wait_reached()
+            torch.utils.swap_tensors(weight, other)
+        with pytest.raises(ck.SaveFailedError, match="exchanged for another one"):
+            handle.result(IN_TIME_S)
+        torch.utils.swap_tensors(weight, other)
+
+
+def test_operations_are_counted(ckpt: ck.Checkpointer, job: Job) -> None:
+    for count, told in ((1, "step: an in-place operation ["), (3, "step: 3 in-place operations [")):
+        with held_copies() as held:
+            handle = ckpt.async_save(1, job.state)
+            held.wait_reached()
+            for _ in range(count):
+                averaging(job)
+        with pytest.raises(ck.SaveFailedError) as caught:
+            handle.result(IN_TIME_S)
+        assert told in str(caught.value)
+
+
 def test_a_change_is_found_by_the_step_that_follows_it(ckpt: ck.Checkpointer, gate: Gate, job: Job) -> None:
     """Afterwards the counters say nothing any more."""
     handle = ckpt.async_save(2, job.state)

@@ -99,6 +99,17 @@ class _Owned(msgspec.Struct, frozen=True, eq=False, gc=False):
     stop: int
     tensors: tuple[torch.Tensor, ...]
 
+    def changed(self, tensor: torch.Tensor, version: int) -> str:
+        """What has become of the tensor, whose counter was `version`."""
+        count = tensor._version - version
+        # The address of a sharded tensor's wrapper says nothing, and a counter only ever grows.
+        if count < 0 or (len(self.tensors) == 1 and tensor.data_ptr() != self.start):
+            return (
+                "the optimizer's tensor was exchanged for another one, or given other memory "
+                "(torch.utils.swap_tensors, module.to, an assignment to .data)"
+            )
+        return _operations(count)
+
 
 class _Late(msgspec.Struct, frozen=True, eq=False, gc=False):
     name: str
@@ -243,12 +254,12 @@ class Guard:
                 return self._changed(late.name, "its storage was freed or resized")
         for late in self._tensors:
             if late.source._version != late.version:
-                return self._changed(late.name, _operations(late.source, late.version))
+                return self._changed(late.name, _operations(late.source._version - late.version))
         for memory, tensor, version in self._owned:
             if tensor._version != version:
                 for late in self._tensors:
                     if late.start < memory.stop and memory.start < late.start + late.nbytes:
-                        return self._changed(late.name, _operations(tensor, version))
+                        return self._changed(late.name, memory.changed(tensor, version))
         for late in self._tensors:
             if late.sample is not None and not (
                 _sample(late.start, late.nbytes)
@@ -266,8 +277,8 @@ class Guard:
         )
 
 
-def _operations(tensor: torch.Tensor, version: int) -> str:
-    return f"{tensor._version - version} in-place operations"
+def _operations(count: int) -> str:
+    return "an in-place operation" if count == 1 else f"{count} in-place operations"
 
 
 def captured(items: Sequence[StateItem]) -> list[StateItem]:
