@@ -11,6 +11,7 @@ PAGE_NBYTES = 4096
 # Lustre's rules for a layout.
 STRIPE_QUANTUM = 64 << 10
 MAX_STRIPES = 2000
+MAX_GBPS = 1e6
 MAX_TIMEOUT_S = 1e9
 """What every wait takes: a system's own bound is some times that."""
 
@@ -25,6 +26,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     zstd_level: for what is compressed as it is; byte planes of numbers take no level.
     direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never
         does.
+    storage_gbps: GB (1e9 bytes) a second that the storage was measured to give one rank while all read, for
+        `RestoreInfo.limit_share`; `python -m native_bench` measures it. None: not known.
     io_threads: parallel block reads or writes per rank; a restore of raw shards has twice as many threads (no
         more than CPUs where the page cache has them), a save of them half as many again.
     stripe_count: on Lustre, over how many OSTs each shard is striped: a number (-1: all), `"auto"` (by the
@@ -52,6 +55,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     zstd_level: int = 1
     direct_io: Literal["auto", "on", "off"] = "auto"
     io_threads: int = 4
+    storage_gbps: float | None = None
     stripe_count: int | Literal["auto", "inherit"] = "auto"
     stripe_nbytes: int = 4 << 20
     max_arenas: int = 2
@@ -115,6 +119,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
                 found = getattr(self, name)
                 problems.append(f"{name} must be in (0, {MAX_TIMEOUT_S:g}] seconds, not {found}")
+        if self.storage_gbps is not None and not 0 < self.storage_gbps <= MAX_GBPS:
+            problems.append(f"storage_gbps must be in (0, {MAX_GBPS:g}] or None, not {self.storage_gbps}")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -145,5 +151,6 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
         ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s", "restore_timeout_s"),
         ("a number of seconds", _is_seconds),
     ),
+    "storage_gbps": ("a number or None", lambda value: value is None or _is_seconds(value)),
     "allow_pickle": ("True or False", _is_bool),
 }

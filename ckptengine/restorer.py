@@ -33,6 +33,7 @@ from ckptengine.format.manifest import Manifest, ShardRef
 from ckptengine.format.names import step_dirname
 from ckptengine.format.shard import ShardHeader
 from ckptengine.info import FallBack, RestoreInfo
+from ckptengine.phases import Phase, Ranks, Stopwatch
 from ckptengine.read.reader import ReadStats, read_shard
 from ckptengine.read.shards import open_header, shard_path
 from ckptengine.read.step import held_manifest
@@ -94,16 +95,20 @@ def restore(
     with ExitStack() as held:
         candidates = _Candidates(root, step, store, group.world_size, held) if group.is_coordinator else None
         fell_back: list[FallBack] = []
-        target = _on_all_ranks(
-            group,
-            lambda: RestoreTarget(state, allow_pickle=config.allow_pickle),
-            "reading the restore target",
-        )
+        watch = Stopwatch()
+
+        def look() -> RestoreTarget:
+            with watch.measure("plan"):
+                return RestoreTarget(state, allow_pickle=config.allow_pickle)
+
+        target = _on_all_ranks(group, watch, look, "reading the restore target")
         while True:
-            assignment = _resolve(candidates, group)
+            assignment = _resolve(candidates, group, watch)
             fell_back.extend(FallBack(skipped, reason, COORDINATOR) for skipped, reason in assignment.skipped)
             try:
-                match, stats, read_s = _restore_step(assignment, target, strict, verify, store, group, config)
+                match, stats, read_s, ranks = _restore_step(
+                    assignment, target, strict, verify, store, group, config, watch
+                )
             except DAMAGE as error:
                 if step is not None or not _is_damage(error):
                     raise
@@ -125,6 +130,11 @@ def restore(
                 fell_back_from=tuple(fell_back),
                 from_cache_nbytes=stats.from_cache,
                 verified=verify,
+                rank=group.rank,
+                phases=watch.phases(),
+                slowest=ranks.slowest,
+                ranks=ranks.all,
+                limit_gbps=config.storage_gbps,
             )
 
 
@@ -136,16 +146,17 @@ def _restore_step(
     store: Store,
     group: Group,
     config: Config,
-) -> tuple[Match, ReadStats, float]:
-    shards = _Shards(assignment, store)
+    watch: Stopwatch,
+) -> tuple[Match, ReadStats, float, Ranks]:
+    shards = _Shards(assignment, store, watch)
 
     def plan() -> Match:
-        with gc_paused():
+        with gc_paused(), watch.measure("plan"):
             return target.match(
                 shards.own, strict=strict, path=shards.own_path, rank=group.rank, others=shards.header_of
             )
 
-    match = _on_all_ranks(group, plan, "comparing the checkpoint with the restore target")
+    match = _on_all_ranks(group, watch, plan, "comparing the checkpoint with the restore target")
 
     def read() -> tuple[ReadStats, float]:
         begun = time.perf_counter()
@@ -153,14 +164,17 @@ def _restore_step(
         stats = shards.read(match, config.io_threads, verify)
         return stats, time.perf_counter() - begun
 
-    stats, read_s = _on_all_ranks(group, read, "reading the shards", timeout_s=config.restore_timeout_s)
+    stats, read_s = _on_all_ranks(
+        group, watch, read, "reading the shards", timeout_s=config.restore_timeout_s
+    )
+    ranks = Ranks(group.rank, watch)
 
     def apply() -> None:
-        with gc_paused():
+        with gc_paused(), watch.measure("apply"):
             match.apply()
 
-    _on_all_ranks(group, apply, "putting the restored values in place")
-    return match, stats, read_s
+    _on_all_ranks(group, watch, apply, "putting the restored values in place", ranks=ranks)
+    return match, stats, read_s, ranks
 
 
 class _Shards:
@@ -169,8 +183,9 @@ class _Shards:
     Only a rank whose shard refers to others reads the whole manifest.
     """
 
-    def __init__(self, assignment: _Assignment, store: Store) -> None:
+    def __init__(self, assignment: _Assignment, store: Store, watch: Stopwatch) -> None:
         self._assignment = assignment
+        self._watch = watch
         self._store = store
         self._manifest = assignment.manifest()
         (self._ref,) = self._manifest.shards
@@ -182,12 +197,19 @@ class _Shards:
 
     @cached_property
     def own(self) -> ShardHeader:
-        return open_header(self._store, self._assignment.step_path, self._ref, self._manifest)
+        return self._open(self._ref)
+
+    def _open(self, ref: ShardRef) -> ShardHeader:
+        with self._watch.measure("metadata"):
+            header = open_header(self._store, self._assignment.step_path, ref, self._manifest)
+        self._watch.add("metadata", Phase(nbytes=ref.header_nbytes))
+        return header
 
     def header_of(self, rank: int) -> ShardHeader:
         step_path = self._assignment.step_path
         if not self._others:
-            self._manifest = read_manifest(self._store, step_path)
+            with self._watch.measure("metadata"):
+                self._manifest = read_manifest(self._store, step_path)
             if self._manifest.fingerprint != self._assignment.fingerprint:
                 raise CorruptCheckpointError(
                     "the step was committed anew while it was being restored",
@@ -196,27 +218,42 @@ class _Shards:
                     actual=self._manifest.fingerprint,
                 )
         ref = self._manifest.shards[rank]
-        header = open_header(self._store, step_path, ref, self._manifest)
+        header = self._open(ref)
         self._others[rank] = shard_path(step_path, ref), header
         return header
 
     def read(self, match: Match, threads: int, verify: bool) -> ReadStats:
         stats = ReadStats()
-        for one in match.rounds():
+        watch = self._watch
+        rounds = match.rounds()
+        while True:
+            with watch.measure("plan"):
+                one = next(rounds, None)
+            if one is None:
+                return stats
             for rank, destinations in one.destinations.items():
                 path, header = (self.own_path, self.own) if rank is None else self._others[rank]
-                stats += read_shard(self._store, path, header, destinations, threads=threads, verify=verify)
-            one.finish()
-        return stats
+                read = read_shard(self._store, path, header, destinations, threads=threads, verify=verify)
+                watch.add_all(read.phases)
+                stats += read
+            with watch.measure("scatter"):
+                one.finish()
 
 
 def _is_damage(error: CheckpointError) -> bool:
     return not (isinstance(error, StorageError) and error.is_local)
 
 
-def _on_all_ranks(group: Group, work: Callable[[], Any], what: str, timeout_s: float | None = None) -> Any:
+def _on_all_ranks(
+    group: Group,
+    watch: Stopwatch,
+    work: Callable[[], Any],
+    what: str,
+    timeout_s: float | None = None,
+    ranks: Ranks | None = None,
+) -> Any:
     """Do `work` on every rank; return its result only if it succeeded on all, else raise the failing rank's
-    error on all."""
+    error on all. ranks: to exchange with the others on the way."""
     result: Any = None
     failure: Failure | None = None
     own: Exception | None = None
@@ -225,7 +262,13 @@ def _on_all_ranks(group: Group, work: Callable[[], Any], what: str, timeout_s: f
     except Exception as error:
         failure, own = Failure.of(error, group.rank), error
     try:
-        group.agree(failure, what=what, timeout_s=timeout_s)
+        with watch.measure("agree"):
+            if ranks is None:
+                group.agree(failure, what=what, timeout_s=timeout_s)
+            else:
+                ranks.learn(
+                    group.summarise(ranks.own(), ranks.summary, failure, what=what, timeout_s=timeout_s)
+                )
     except CheckpointError as error:
         # The rank itself raises what it caught, with its traceback, unless another rank's failure came first.
         if own is not None and error.rank == group.rank and not isinstance(own, DAMAGE):
@@ -234,15 +277,17 @@ def _on_all_ranks(group: Group, work: Callable[[], Any], what: str, timeout_s: f
     return result
 
 
-def _resolve(candidates: _Candidates | None, group: Group) -> _Assignment:
+def _resolve(candidates: _Candidates | None, group: Group, watch: Stopwatch) -> _Assignment:
     values: list[bytes] | None = None
     failure: Failure | None = None
     if candidates is not None:
         try:
-            values = candidates.next()
+            with watch.measure("metadata"):
+                values = candidates.next()
         except Exception as error:
             failure = Failure.of(error, group.rank)
-    data = group.scatter(values, failure, what="choosing the step to restore")
+    with watch.measure("agree"):
+        data = group.scatter(values, failure, what="choosing the step to restore")
     return msgspec.msgpack.decode(data, type=_Assignment)
 
 

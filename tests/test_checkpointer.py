@@ -493,6 +493,33 @@ def test_a_restore_fills_the_state_in_place_and_says_what_it_did(ckpt: ck.Checkp
     assert info.nbytes == handle.result().rank_nbytes
     assert 0 < info.read_seconds <= info.seconds
     assert info.from_cache_nbytes >= 0
+    phases = info.phases
+    assert phases.seconds <= info.seconds
+    assert phases.read.nbytes >= phases.verify.nbytes >= info.nbytes
+    assert all(getattr(phases, name).seconds > 0 for name in ("metadata", "plan", "read", "verify", "apply"))
+    assert phases.metadata.nbytes == read_manifest(info.path).shards[0].header_nbytes
+    assert (phases.exchange.seconds, phases.exchange.nbytes, phases.decompress.nbytes) == (0.0, 0, 0)
+    assert info.slowest == info.ranks[0]
+    assert (info.rank, info.slowest.rank, len(info.ranks)) == (0, 0, 1)
+
+
+def test_a_restore_without_the_check_has_verified_nothing(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, state_at(1))
+    info = ckpt.restore(target(), verify=False)
+    assert info.phases.verify.nbytes == 0
+    assert info.phases.read.nbytes >= info.nbytes
+
+
+def test_a_compressed_shards_blocks_are_decompressed(tmp_path: Path) -> None:
+    with ck.Checkpointer(tmp_path, config=ck.Config(codec="zstd", block_nbytes=65536)) as ckpt:
+        state = {"zeros": torch.zeros(100_000)}
+        ckpt.save(1, state)
+        phases = ckpt.restore(state).phases
+    assert phases.decompress.nbytes == phases.verify.nbytes
+    assert 400_000 <= phases.verify.nbytes < 404_096  # the last page is padded
+    assert phases.scatter.nbytes == 400_000
+    assert phases.read.nbytes < 400_000
+    assert phases.decompress.seconds > 0
 
 
 def test_any_committed_step_can_be_restored(ckpt: ck.Checkpointer) -> None:

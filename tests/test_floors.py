@@ -24,6 +24,7 @@ FLOORS = {
     "config": 0,
     "events": 0,
     "info": 0,
+    "phases": 0,
     "format": 1,
     "storage": 2,
     "codecs": 2,

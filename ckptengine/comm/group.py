@@ -131,10 +131,33 @@ class Group:
             _Report(failure=failure), what, timeout_s, lambda reports: [r for r in reports if r.failure][:1]
         )
 
+    def summarise(
+        self,
+        value: bytes,
+        summary: Callable[[list[bytes]], bytes],
+        failure: Failure | None = None,
+        *,
+        what: str,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        """As `agree`, and every rank gives a value; all get what the coordinator's `summary` makes of all the
+        values, in rank order, so that what a rank hears does not grow with the world here either."""
+
+        def answer(reports: list[_Report]) -> list[_Report]:
+            failed = [report for report in reports if report.failure]
+            if failed:
+                return failed[:1]
+            try:
+                return [_Report(summary([report.value or b"" for report in reports]))]
+            except Exception as error:  # or the other ranks would wait for their deadline
+                return [_Report(failure=Failure.of(error, self.rank))]
+
+        return self._gather(_Report(value, failure), what, timeout_s, answer)[0]
+
     def _gather(self, report: _Report, what: str, timeout_s: float | None, answer: _Answer) -> list[bytes]:
         key = self._next_key()
         if self.world_size == 1:
-            return _values([report])
+            return _values(answer([report]))
         with _connection_named(what):
             return self._exchange(
                 key, report, what, self.timeout_s if timeout_s is None else timeout_s, answer

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from ckptengine.format.digest import PIECE_NBYTES, Hasher
 from ckptengine.read.plan import Copy
+from ckptengine.read.spent import Spent
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.memcopy import move
 from ckptengine.storage.store import BlockReader, ReadSource
@@ -56,27 +58,40 @@ def deliver(
     *,
     verify: bool = True,
     keep: bool = False,
+    spent: Spent | None = None,
 ) -> tuple[bytes | None, ReadSource]:
     """Reads the block of `nbytes` bytes at `offset` of the file and makes its copies, which are ordered by
     `at`. Returns its digest (None without `verify`) and where it came from.
 
     keep: there are no copies, and the whole block is to be in `buffer`, which has room for it; else one of
     `buffer_nbytes` suffices.
+    spent: the calling thread's, to which the times are added.
     Whatever is raised, and if the digest is wrong, parts of the destinations may have been written.
     """
     source = file.source(offset, nbytes)
     hasher = Hasher() if verify else None
+    spent = spent if spent is not None else Spent()
+    clock = time.monotonic_ns
     if source == "direct":
         give = _Giver(copies)
         for start in range(0, nbytes, READ_NBYTES):
             place = start if keep else 0
             data = buffer.view[place : place + min(READ_NBYTES, nbytes - start)]
+            began = clock()
             source = file.pread_into(offset + start, data, source)
+            at_hand = clock()
+            spent.read_ns += at_hand - began
             for at in range(0, len(data), PIECE_NBYTES):
                 piece = data[at : at + PIECE_NBYTES]
                 if hasher is not None:
                     hasher.update(piece)
-                give(start + at, start + at + len(piece), buffer.address + place + at)
+                digested = clock()
+                spent.scattered_nbytes += give(
+                    start + at, start + at + len(piece), buffer.address + place + at
+                )
+                spent.verify_ns += digested - at_hand
+                at_hand = clock()
+                spent.scatter_ns += at_hand - digested
         return hasher and hasher.digest(), source
     # Through a cold page cache, longer reads: each starts the next ones' readahead.
     step = PIECE_NBYTES if source == "cache" and verify else READ_NBYTES
@@ -89,13 +104,19 @@ def deliver(
             else _memory[address - _FIRST : address - _FIRST + stop - start]
             for start, stop, address, _ in pieces
         ]
+        began = clock()
         file.preadv_into(offset + first, views, source)
+        at_hand = clock()
         if hasher is not None:
             for view in views:
                 hasher.update(view)
+        digested = clock()
         for start, stop, _, giver in pieces:
             if giver is not None:
-                giver(start, stop, buffer.address + start + origin)
+                spent.scattered_nbytes += giver(start, stop, buffer.address + start + origin)
+        spent.read_ns += at_hand - began
+        spent.verify_ns += digested - at_hand
+        spent.scatter_ns += clock() - digested
     return hasher and hasher.digest(), source
 
 
@@ -159,14 +180,15 @@ class _Giver:
         # Begun, and not at their end yet.
         self._open: list[Copy] = []
 
-    def __call__(self, start: int, stop: int, address: int) -> None:
-        """Bytes [start, stop) of the block are at `address`."""
+    def __call__(self, start: int, stop: int, address: int) -> int:
+        """Bytes [start, stop) of the block are at `address`. Returns how many bytes were copied."""
         copies, i = self._copies, self._next
         while i < len(copies) and copies[i].at < stop:
             i += 1
         wanted = [*self._open, *copies[self._next : i]]
         self._next = i
         self._open = []
+        copied = 0
         for copy in wanted:
             at, nbytes, to = copy
             end = at + nbytes
@@ -174,4 +196,6 @@ class _Giver:
                 self._open.append(copy)
                 end = stop
             first = at if at > start else start
+            copied += end - first
             move(to + first - at, address + first - start, end - first)
+        return copied

@@ -12,8 +12,8 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ckptengine.codecs import block as codec
 from ckptengine.errors import CheckpointError, CorruptCheckpointError, StorageError
@@ -21,9 +21,11 @@ from ckptengine.format.blocks import stored_offsets
 from ckptengine.format.digest import digest
 from ckptengine.format.limits import PAGE, round_up
 from ckptengine.format.shard import ShardHeader
+from ckptengine.phases import Phase
 from ckptengine.read import raw_block
 from ckptengine.read.damage import Damage, touched
 from ckptengine.read.plan import BlockRead, Destination, plan_reads
+from ckptengine.read.spent import Spent, parts
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.memcopy import move
 from ckptengine.storage.store import BlockReader, ReadSource, Store
@@ -42,13 +44,15 @@ Progress = Callable[[int], None]
 @dataclass(frozen=True, slots=True)
 class ReadStats:
     """nbytes_read: from the file, whole blocks, as stored. nbytes_delivered: copied to destinations.
-    from_cache: the part of nbytes_read that the page cache had."""
+    from_cache: the part of nbytes_read that the page cache had. phases: `read`, `decompress`, `verify`,
+    `scatter` of `ckptengine.phases`, and `plan` where a plan was made."""
 
     nbytes_read: int = 0
     nbytes_delivered: int = 0
     blocks: int = 0
     seconds: float = 0.0
     from_cache: int = 0
+    phases: Mapping[str, Phase] = field(default_factory=dict, compare=False)
 
     def __add__(self, other: ReadStats) -> ReadStats:
         """Of two reads, one after the other."""
@@ -58,6 +62,10 @@ class ReadStats:
             self.blocks + other.blocks,
             self.seconds + other.seconds,
             self.from_cache + other.from_cache,
+            {
+                name: self.phases.get(name, Phase()) + other.phases.get(name, Phase())
+                for name in (*self.phases, *other.phases)
+            },
         )
 
 
@@ -78,9 +86,12 @@ def read_shard(
     it holds) and StorageError where the file system fails; the other threads stop after the block they are
     at, and the destinations may hold any bytes. verify: False does not check the blocks' digests.
     """
+    began = time.perf_counter()
     reads = plan_reads(header.blocks, destinations)
+    planned = time.perf_counter() - began
     with ShardReader(store, path, header, verify=verify) as shard:
-        return shard.deliver(reads, threads=threads, progress=progress)
+        stats = shard.deliver(reads, threads=threads, progress=progress)
+    return replace(stats, phases={**stats.phases, "plan": Phase(planned, 0, planned)})
 
 
 def find_damage(
@@ -121,11 +132,13 @@ class BlockDamagedError(Exception):
 
 
 class Buffers:
-    """One thread's memory: for a piece of a raw block, or for a whole block and its compressed form."""
+    """One thread's memory: for a piece of a raw block, or for a whole block and its compressed form; and what
+    the thread's time was spent on."""
 
     def __init__(self, nbytes: int, stored_nbytes: int) -> None:
         self.plain = AlignedBuffer(nbytes)
         self.stored = AlignedBuffer(stored_nbytes) if stored_nbytes else None
+        self.spent = Spent()
 
 
 class ShardReader:
@@ -234,13 +247,27 @@ class ShardReader:
         try:
             if length == stop - start:
                 found, source = raw_block.deliver(
-                    self._file, offset, length, read.copies, buffers.plain, verify=self._verify, keep=keep
+                    self._file,
+                    offset,
+                    length,
+                    read.copies,
+                    buffers.plain,
+                    verify=self._verify,
+                    keep=keep,
+                    spent=buffers.spent,
                 )
                 self._check(block, found)
             else:
                 plain, source = self._decompress(block, buffers)
-                self._check(block, digest(plain) if self._verify else None)
+                began = time.monotonic_ns()
+                found = digest(plain) if self._verify else None
+                digested = time.monotonic_ns()
+                self._check(block, found)
                 scatter(read, buffers.plain.address)
+                spent = buffers.spent
+                spent.verify_ns += digested - began
+                spent.scatter_ns += time.monotonic_ns() - digested
+                spent.scattered_nbytes += read.nbytes_wanted
         except CheckpointError as error:
             self._set_rank(error)
             raise
@@ -252,7 +279,10 @@ class ShardReader:
         plain = buffers.plain.view[: stop - start]
         assert buffers.stored is not None
         stored = buffers.stored.view[: round_up(length, PAGE)]
+        began = time.monotonic_ns()
         source = self._file.pread_into(offset, stored)
+        at_hand = time.monotonic_ns()
+        buffers.spent.read_ns += at_hand - began
         if bytes(stored[length:]).strip(b"\0"):
             raise BlockDamagedError(self.damage(block, "the padding after it is not zero"))
         try:
@@ -260,6 +290,7 @@ class ShardReader:
             codec.unpack_into(stored[:length], self.header.methods[block], plain)
         except ValueError as error:
             raise BlockDamagedError(self.damage(block, f"it does not decompress: {error}")) from None
+        buffers.spent.decompress_ns += time.monotonic_ns() - at_hand
         return plain, source
 
     def _check(self, block: int, found: bytes | None) -> None:
@@ -281,16 +312,26 @@ class ShardReader:
         """Reads and checks the blocks and makes their copies; see `read_shard`."""
         began = time.monotonic()
         lock = threading.Lock()
-        nbytes_read = nbytes_delivered = from_cache = 0
+        nbytes_read = nbytes_delivered = from_cache = decompressed = digested = 0
+        workers: list[Spent] = []
+
+        def with_own_buffers() -> Buffers:
+            buffers = self.buffers_for(blocks)
+            workers.append(buffers.spent)
+            return buffers
 
         def step(read: BlockRead, buffers: Buffers) -> None:
-            nonlocal nbytes_read, nbytes_delivered, from_cache
+            nonlocal nbytes_read, nbytes_delivered, from_cache, decompressed, digested
             try:
                 cached = self.read(read, buffers)
             except BlockDamagedError as error:
                 raise error.damage.error() from None
-            nbytes = round_up(self.extent(read.block)[1], PAGE)
+            stored = self.extent(read.block)[1]
+            nbytes = round_up(stored, PAGE)
+            start, stop = self._blocks.span(read.block)
             with lock:
+                digested += stop - start
+                decompressed += stop - start if stored != stop - start else 0
                 nbytes_read += nbytes
                 nbytes_delivered += read.nbytes_wanted
                 from_cache += nbytes if cached else 0
@@ -298,8 +339,20 @@ class ShardReader:
                     progress(nbytes)
 
         blocks = [read.block for read in reads]
-        in_threads(reads, self.threads_for(blocks, threads), lambda: self.buffers_for(blocks), step)
-        return ReadStats(nbytes_read, nbytes_delivered, len(reads), time.monotonic() - began, from_cache)
+        in_threads(reads, self.threads_for(blocks, threads), with_own_buffers, step)
+        return ReadStats(
+            nbytes_read,
+            nbytes_delivered,
+            len(reads),
+            time.monotonic() - began,
+            from_cache,
+            parts(
+                workers,
+                read_nbytes=nbytes_read,
+                decompressed_nbytes=decompressed,
+                verified_nbytes=digested if self._verify else 0,
+            ),
+        )
 
     def damage(self, block: int, reason: str) -> Damage:
         start, stop = self._blocks.span(block)

@@ -88,6 +88,24 @@ def restore(root: str, step: int | None = None) -> ck.RestoreInfo:
 # --- state ---------------------------------------------------------------------------------------
 
 
+def figures_of_all_ranks(root: str) -> None:
+    """Every rank hears of the slowest, and the coordinator of all."""
+    with checkpointer(root) as ckpt:
+        ckpt.save(1, state_of(1, rank()))
+        info = ckpt.restore(target_of(rank()))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (info.phases, info.slowest, info.ranks))
+    assert [len(ranks) for _, _, ranks in told] == [dist.get_world_size(), *[0] * (dist.get_world_size() - 1)]
+    of_all = told[0][2]
+    assert all(slowest == max(of_all, key=lambda one: one.seconds) for _, slowest, _ in told)
+    for number, (phases, _, _) in enumerate(told):
+        assert of_all[number].rank == number
+        # What was sent is what the rank itself has, but for the wait that came after.
+        assert of_all[number].phases.read == phases.read
+        assert of_all[number].phases.apply == phases.apply
+        assert of_all[number].phases.agree.seconds <= phases.agree.seconds
+
+
 def own_tensors_values_and_rng(root: str) -> None:
     """With the random number generators' state, and as the state was at the call."""
 
