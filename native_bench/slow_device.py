@@ -61,14 +61,14 @@ class Device:
         return writer  # type: ignore[no-any-return]
 
     def write(self, nbytes: int, do: Callable[[], None]) -> None:
-        """`do` it, which is to take the device as long as so many bytes need."""
+        """`do` it, which is to take the device as long as so many bytes need, after what came before."""
         if self._rate is None:
             return
+        # A queue, not a lock that is passed on: a device needs no thread to be woken for its next write.
         with self._turn:
-            begins = max(time.monotonic(), self._free_at)
-            do()
-            self._free_at = begins + nbytes / self._rate
-            time.sleep(max(0.0, self._free_at - time.monotonic()))
+            ends = self._free_at = max(time.monotonic(), self._free_at) + nbytes / self._rate
+        do()
+        time.sleep(max(0.0, ends - time.monotonic()))
 
 
 class _Writer:

@@ -6,7 +6,8 @@ that is through first, where codec and device work side by side and the slower o
 compressed that the device would have taken sooner as it is.
 
 How fast the device is, earlier saves of this process have shown; the first save, and each one that is large
-enough to spare it, begins with a few blocks as they are, whose writes tell.
+enough to spare it, begins with a few blocks as they are, whose writes tell. Only the first save waits for
+them: the others begin to compress meanwhile, by what is known, so that the device is never without work.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ WORTH = 0.98
 WORTH_AUTO = 0.9
 """`auto` compresses only what is through in this share of the time, or less: the estimates are not exact, and
 the CPU is the training's."""
+SPARE = 0.8
+"""...and only by a codec that needs no more than this share of that time: where both are as fast, they wait
+for each other, and a codec that gets a little less than it was thought to is the slower one."""
 PROBE_SHARE = 16
 """At most one block in so many is written as it is to measure the device, once something is known of it."""
 PATIENCE = 2
-"""After so many compressed blocks of each thread `auto` checks whether they were through sooner."""
+"""After so many compressed blocks of each thread `auto` checks whether they were through sooner; without the
+first of each, for which the device had to wait: that time is gone, whatever becomes of the others."""
+WORTH_THE_WAIT = 2
+"""`auto` compresses nothing unless the device gains this many times what it loses at the beginning, when it
+waits for the first compressed blocks."""
 MEASURABLE_NBYTES = 1 << 20
 """Fewer bytes say more about latency than about rate."""
 
@@ -47,15 +55,16 @@ class Estimate:
 
 
 class History:
-    """What the saves of one process have shown: the device's rate in bytes per second, and how many cores the
-    codec got. None: not known yet."""
+    """What the saves of one process have shown: the device's rate in bytes per second, and the cores that the
+    codec got, counted in what one alone does with the samples: two that share their units, or their caches
+    with other work, may come to little more than one. None: not known yet."""
 
     def __init__(self, device: float | None = None, cores: float | None = None) -> None:
         self.device = device
         self.cores = cores
 
     def wrote(self, nbytes: int, seconds: float, *, compressed: bool) -> None:
-        """Learn from a shard: `seconds` with a write or the sync under way."""
+        """Learn from a shard: `nbytes` were written in `seconds`, in which the device had work."""
         if nbytes < MEASURABLE_NBYTES or seconds <= 0:
             return
         rate = nbytes / seconds
@@ -67,11 +76,12 @@ class History:
         else:
             self.device = (self.device + rate) / 2
 
-    def packed(self, cpu_s: float, wall_s: float, threads: int) -> None:
-        """Learn from the time that `threads` have spent in the codec."""
+    def packed(self, expected_s: float, wall_s: float, threads: int) -> None:
+        """Learn from the time that `threads` have spent in the codec, with blocks that by their samples take
+        one core `expected_s`."""
         there_are = float(available_cores())
         if wall_s > 0:
-            got = min(threads * cpu_s / wall_s, there_are)
+            got = min(threads * expected_s / wall_s, there_are)
             self.cores = got if self.cores is None else (self.cores + got) / 2
         elif self.cores is not None:
             # Nothing was compressed: else one busy hour would rule it out for good.
@@ -110,11 +120,32 @@ def choose(
 ) -> str:
     """Each block's method: the one that is through first on a device of so many bytes per second; `device`
     None: the one that leaves the fewest bytes."""
-    methods = []
+    return "".join(choice.method for choice in _choices(blocks, groups, estimates, device, cores))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A block's method, the share of the time as it is that it then takes, or of the bytes, and one core's
+    seconds for it."""
+
+    method: str
+    share: float
+    seconds: float
+
+
+def _choices(
+    blocks: BlockTable,
+    groups: Sequence[Group],
+    estimates: Sequence[dict[str, Estimate]],
+    device: float | None,
+    cores: float,
+) -> list[_Choice]:
+    choices = []
     for i, members in enumerate(shares(groups, blocks)):
         start, stop = blocks.span(i)
         whole = stop - start
-        best, method = (WORTH if device is None else WORTH_AUTO), AS_IT_IS
+        worth = WORTH if device is None else WORTH_AUTO
+        best = _Choice(AS_IT_IS, 1.0, 0.0)
         for candidate in _candidates(members, groups):
             left = seconds = 0.0
             for index, nbytes in members.items():
@@ -125,11 +156,14 @@ def choose(
                 seconds += nbytes * one.seconds
             share = left / whole
             if device is not None:
-                share = max(share, seconds / cores * device / whole)
-            if share <= best:
-                best, method = share, candidate
-        methods.append(method)
-    return "".join(methods)
+                busy = seconds / cores * device / whole
+                if busy > SPARE:
+                    continue
+                share = max(share, busy)
+            if share <= min(worth, best.share):
+                best = _Choice(candidate, share, seconds)
+        choices.append(best)
+    return choices
 
 
 def _candidates(members: dict[int, int], groups: Sequence[Group]) -> list[str]:
@@ -176,10 +210,12 @@ class Chooser:
             if history.device is not None:
                 self._probes = min(self._probes, blocks.count // PROBE_SHARE)
         self._probed = 0
-        self._written = (0, 0.0)
         self._probe_rate: float | None = None
         self._methods: str | None = None
-        self._decided_at = (0.0, 0, 0.0)
+        self._device = history.device
+        self._seconds = [0.0] * blocks.count
+        self._expected_s = 0.0
+        self._under_way_at: float | None = None
         self._done_nbytes = 0
         self._compressed = 0
         self._losing = False
@@ -202,42 +238,53 @@ class Chooser:
         if index < self._probes:
             return AS_IT_IS
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopped or (self._estimates is not None and self._probed >= self._probes)
-            )
+            self._changed.wait_for(lambda: self._stopped or self._can_decide())
             if self._stopped:
                 return AS_IT_IS
             if self._methods is None:
                 self._methods = self._decide()
-                self._decided_at = (time.monotonic(), *self._written)
-            return AS_IT_IS if self._losing else self._methods[index]
+            if self._losing or self._methods[index] == AS_IT_IS:
+                return AS_IT_IS
+            self._expected_s += self._seconds[index]
+            return self._methods[index]
+
+    def _can_decide(self) -> bool:
+        return self._estimates is not None and (self._device is not None or self._probed >= self._probes)
 
     def wrote(self, index: int, method: str, nbytes: int, seconds: float) -> None:
-        """A block is written, by this method; `nbytes` in `seconds` so far, all blocks together."""
+        """A block is written, by this method; so far the device wrote `nbytes` in `seconds` in which it had
+        work."""
         with self._changed:
-            self._written = nbytes, seconds
             if index < self._probes:
                 self._probed += 1
                 if self._probed == self._probes and nbytes >= MEASURABLE_NBYTES and seconds > 0:
                     self._probe_rate = nbytes / seconds
+                    if self._methods is not None:
+                        self._methods = self._decide()
                 self._changed.notify_all()
             elif self._auto and self._methods is not None:
-                start, stop = self._blocks.span(index)
-                self._done_nbytes += stop - start
                 self._compressed += method != AS_IT_IS
-                if self._compressed >= PATIENCE * self._threads and not self._losing:
-                    self._losing = self._is_losing()
+                if self._under_way_at is not None:
+                    start, stop = self._blocks.span(index)
+                    self._done_nbytes += stop - start
+                    if self._compressed >= PATIENCE * self._threads and not self._losing:
+                        self._losing = self._is_losing(self._under_way_at, nbytes, seconds)
+                elif self._compressed == self._threads:
+                    self._under_way_at = time.monotonic()
 
-    def _is_losing(self) -> bool:
+    def _is_losing(self, began: float, nbytes: int, seconds: float) -> bool:
         """Would the device have taken the blocks sooner as they are? It is asked what it does when it has
         something to do, not what was estimated: the codec may get fewer cores than it was thought to."""
-        began, nbytes, seconds = self._decided_at
         elapsed = time.monotonic() - began
-        stored, busy = self._written[0] - nbytes, self._written[1] - seconds
-        if stored < MEASURABLE_NBYTES or self._done_nbytes * busy >= stored * elapsed:
+        if nbytes < MEASURABLE_NBYTES or self._done_nbytes * seconds >= nbytes * elapsed:
             return False
         logger.info("auto: the codec is slower than estimated; the other blocks are stored as they are")
         return True
+
+    @property
+    def expected_s(self) -> float:
+        """What one core takes for the blocks that were to be compressed so far, by the samples."""
+        return self._expected_s
 
     def stop(self) -> None:
         with self._changed:
@@ -247,25 +294,47 @@ class Chooser:
     def _decide(self) -> str:
         estimates = self._estimates
         assert estimates is not None
-        if not self._auto:
-            return choose(self._blocks, self._groups, estimates)
-        known = [rate for rate in (self._history.device, self._probe_rate) if rate is not None]
+        known = [rate for rate in (self._device, self._probe_rate) if rate is not None]
+        device = sum(known) / len(known) if known and self._auto else None
         cores = self._cores if self._history.cores is None else self._history.cores
-        if not known:
-            methods, device = AS_IT_IS * self._blocks.count, 0.0
+        if self._auto and device is None:
+            choices = [_Choice(AS_IT_IS, 1.0, 0.0)] * self._blocks.count
         else:
-            device = sum(known) / len(known)
-            methods = choose(self._blocks, self._groups, estimates, device=device, cores=cores)
-        if logger.isEnabledFor(logging.INFO):
+            choices = _choices(self._blocks, self._groups, estimates, device, cores)
+        waiting = gained = 0.0
+        if device is not None:
+            waiting, gained = self._waiting_s(choices, device, cores), self._gained_s(choices, device)
+            if gained < WORTH_THE_WAIT * waiting:
+                choices = [_Choice(AS_IT_IS, 1.0, 0.0)] * self._blocks.count
+        methods = "".join(choice.method for choice in choices)
+        self._seconds = [choice.seconds for choice in choices]
+        if self._auto and methods != self._methods and logger.isEnabledFor(logging.INFO):
             logger.info(
-                "auto: %s of %d blocks as they are; device %s, %.1f cores; %s",
+                "auto: %s of %d blocks as they are; device %s, %.1f cores, %.0f ms to be gained, %.0f lost "
+                "at first; %s",
                 methods.count(AS_IT_IS),
                 len(methods),
                 f"{device / 2**20:.0f} MiB/s" if device else "not measured yet",
                 cores,
+                gained * 1e3,
+                waiting * 1e3,
                 "; ".join(map(_describe, self._groups, estimates)),
             )
         return methods
+
+    def _waiting_s(self, choices: Sequence[_Choice], device: float, cores: float) -> float:
+        """How long the device waits until each thread has compressed a block, but for the probes."""
+        first = [choice.seconds for choice in choices[self._probes :] if choice.method != AS_IT_IS]
+        probes = self._blocks.span(self._probes - 1)[1] if self._probes else 0
+        return max(0.0, sum(first[: self._threads]) / cores - probes / device)
+
+    def _gained_s(self, choices: Sequence[_Choice], device: float) -> float:
+        """How much sooner the device is done, once it has work."""
+        nbytes = 0.0
+        for i, choice in enumerate(choices[self._probes :], self._probes):
+            start, stop = self._blocks.span(i)
+            nbytes += (1 - choice.share) * (stop - start)
+        return nbytes / device
 
 
 def _describe(one: Group, known: dict[str, Estimate]) -> str:

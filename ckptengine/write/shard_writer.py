@@ -25,7 +25,7 @@ from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.store import BlockWriter, Store
 from ckptengine.write import raw_block
 from ckptengine.write.groups import group
-from ckptengine.write.methods import Chooser, History
+from ckptengine.write.methods import MEASURABLE_NBYTES, Chooser, History
 from ckptengine.write.staged import Staged
 
 Progress = Callable[[int], None]
@@ -108,7 +108,8 @@ def write_shard(
         writer.abort()
         raise
     if compression is not None and methods is not None:
-        meter.teach(compression.history, threads, compressed=2 * methods.count(AS_IT_IS) < len(methods))
+        packed = 2 * methods.count(AS_IT_IS) < len(methods)
+        meter.teach(compression.history, threads, chooser.expected_s, direct=writer.direct, packed=packed)
     return WrittenShard(size, hexdigest(header))
 
 
@@ -124,48 +125,53 @@ def _create(store: Store, path: str, nbytes: int, *, needed: bool) -> BlockWrite
 
 
 class _Meter:
-    """Where the time of one shard goes: seconds with at least one write under way, and those in the codec."""
+    """Where the time of one shard goes: what the device does, and the threads in the codec."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way = 0
-        self._began = 0.0
-        self._seconds = 0.0
-        self._nbytes = 0
-        self._cpu_s = self._wall_s = 0.0
+        self._last_end = 0.0
+        self._nbytes, self._seconds = 0, 0.0
+        self._queued_nbytes, self._queued_s = 0, 0.0
+        self._packing_s = 0.0
 
     @contextmanager
     def writing(self, nbytes: int) -> Iterator[None]:
-        with self._lock:
-            if not self._under_way:
-                self._began = time.monotonic()
-            self._under_way += 1
+        began = time.monotonic()
         try:
             yield
         finally:
             with self._lock:
-                self._under_way -= 1
+                now = time.monotonic()
+                # What is under way together is counted from the end of the one before.
+                took = now - max(began, self._last_end)
                 self._nbytes += nbytes
-                if not self._under_way:
-                    self._seconds += time.monotonic() - self._began
+                self._seconds += took
+                if began <= self._last_end:
+                    self._queued_nbytes += nbytes
+                    self._queued_s += took
+                self._last_end = now
 
     @contextmanager
     def packing(self) -> Iterator[None]:
-        wall, cpu = time.monotonic(), time.thread_time()
+        began = time.monotonic()
         yield
         with self._lock:
-            self._wall_s += time.monotonic() - wall
-            self._cpu_s += time.thread_time() - cpu
+            self._packing_s += time.monotonic() - began
 
-    def written(self) -> tuple[int, float]:
-        """Bytes, and the seconds in which they were written."""
+    def written(self, *, direct: bool) -> tuple[int, float]:
+        """Bytes, and the seconds in which they were written.
+
+        direct: only those that were ready when the write before them ended, if that is enough to tell. Of the
+        others the device may have been done before their thread, which waits for the codec's, got a core.
+        """
         with self._lock:
-            now = time.monotonic() - self._began if self._under_way else 0.0
-            return self._nbytes, self._seconds + now
+            if direct and self._queued_nbytes >= MEASURABLE_NBYTES:
+                return self._queued_nbytes, self._queued_s
+            return self._nbytes, self._seconds
 
-    def teach(self, history: History, threads: int, *, compressed: bool) -> None:
-        history.wrote(*self.written(), compressed=compressed)
-        history.packed(self._cpu_s, self._wall_s, threads)
+    def teach(self, history: History, threads: int, expected_s: float, *, direct: bool, packed: bool) -> None:
+        history.wrote(*self.written(direct=direct), compressed=packed)
+        history.packed(expected_s, self._packing_s, threads)
 
 
 class _Section:
@@ -252,7 +258,7 @@ class _Section:
                     offset = self._place(index, len(content))
                     with self._meter.writing(len(content)):
                         self._writer.pwrite(offset, content)
-                chooser.wrote(index, methods[index], *self._meter.written())
+                chooser.wrote(index, methods[index], *self._meter.written(direct=self._writer.direct))
 
             return write
 

@@ -27,7 +27,7 @@ from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockWriter
 from ckptengine.testing.faulty import FaultyStore
 from ckptengine.write.methods import History
-from ckptengine.write.shard_writer import Compression, write_shard
+from ckptengine.write.shard_writer import Compression, _Meter, write_shard
 from tests.format.strategies import few
 
 RUN = "a000001-000000000000-00000000"
@@ -255,3 +255,22 @@ def test_a_thread_that_cannot_be_started_fails_the_write_at_once(
     with pytest.raises(RuntimeError, match="new thread"):
         write(PosixStore(), tmp_path / "shard", header, data, auto=auto)
     assert not (tmp_path / "shard").exists()
+
+
+def test_the_devices_rate_is_that_of_writes_that_were_ready_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two come together and take a second each; before them one whose thread is late for another second."""
+    clock = [1.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    meter = _Meter()
+    with meter.writing(4 << 20):
+        clock[0] = 3.0
+    assert meter.written(direct=True) == (4 << 20, 2.0)  # all there is
+    clock[0] = 5.0
+    first, second = meter.writing(4 << 20), meter.writing(4 << 20)
+    first.__enter__(), second.__enter__()
+    clock[0] = 6.5
+    first.__exit__(None, None, None)
+    clock[0] = 7.5
+    second.__exit__(None, None, None)
+    assert meter.written(direct=True) == (4 << 20, 1.0)
+    assert meter.written(direct=False) == (12 << 20, 4.5)
