@@ -292,6 +292,7 @@ class Saver:
             digests_at=template.digests_at,
             stored_at=template.stored_at,
             methods_at=template.methods_at,
+            own_at=template.own_at,
             data_offset=template.nbytes,
             data_nbytes=snapshot.data_nbytes,
             block_nbytes=config.block_nbytes,

@@ -101,6 +101,8 @@ def plan_snapshot(
                 views=tuple(flat.views),
                 replicas=flat.replicas,
                 tree=flat.tree,
+                # With one rank there is nothing to tell apart.
+                own=b"" if world_size > 1 else None,
             )
         )
 

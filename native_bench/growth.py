@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from ckptengine.catalog.catalog import latest
-from ckptengine.format.columns import IndexBuilder, scan_header
+from ckptengine.format.columns import IndexBuilder
 from ckptengine.format.index import decode_index, encode_index
 from ckptengine.format.manifest import decode_manifest, encode_manifest
 from ckptengine.format.names import MANIFEST_NAME, step_dirname
+from ckptengine.format.scan import HeaderScanner
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockReader
 from ckptengine.testing.synthetic import World, shard_file, write_step
@@ -132,12 +133,12 @@ def index(ranks: int, tensors: int) -> list[Figure]:
 def commit(folder: Path, ranks: int, tensors: int) -> list[Figure]:
     """What the committer does with headers that it has read; and the manifest."""
     world = World(ranks, tensors)
-    header, _ = shard_file(world, 1)
+    headers = [shard_file(world, rank)[0] for rank in (1, 2)]
 
     def build() -> IndexBuilder:
-        builder = IndexBuilder()
+        builder, scanner = IndexBuilder(), HeaderScanner()
         for columns in world.columns():
-            scan_header(header)
+            scanner.scan(headers[columns.rank % 2])
             builder.add(columns)
         return builder
 

@@ -1,26 +1,21 @@
 """What does INDEX hold? Each shard's header as columns, and those of all shards put together.
 
-`scan_header` takes them straight from a header's bytes, for whoever knows by its digest that they are those a
-writer
-of this package sealed: a small part of what `decode_header` costs, with its checks and an object for each
-tensor.
+`scan` takes them straight from a header's bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 
-from ckptengine.format import dtypes
-from ckptengine.format.entries import METADATA_KEY, ShardHeader, is_c_order
-from ckptengine.format.layout import PAD_PREFIX
+from ckptengine.format.entries import ShardHeader, is_c_order
 from ckptengine.format.limits import INT64_MAX
-from ckptengine.format.tree import TAG, leaves
+from ckptengine.format.per_rank import PerRankFinder, ShardValues
+from ckptengine.format.tree import leaves
 
 if TYPE_CHECKING:
     # numpy is imported where columns are made: what only asks for a manifest should not wait for it.
@@ -37,7 +32,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 class IndexContent(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The msgpack of INDEX: lists parallel to `names`, then columns, one row for each stored chunk.
 
-    The last three came later: where they are None, the headers know more than this index.
+    The last five came later: where they are None, the headers know more than this index.
     """
 
     attempt: str
@@ -55,11 +50,13 @@ class IndexContent(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     sharded: bytes | None = None
     hidden: list[str] | None = None
     partial: list[str] | None = None
+    per_rank: list[str] | None = None
+    some_ranks: list[str] | None = None
 
 
 _COLUMNS = ("ndim", "offsets", "shape", "start", "stop", "sharded")
 
-_Row: TypeAlias = "tuple[str, Info, int, Sizes, Sizes, int, int, bool]"
+Row: TypeAlias = "tuple[str, Info, int, Sizes, Sizes, int, int, bool]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +66,8 @@ class ShardColumns:
     names, infos, ndim, start, stop and sharded have an item for each; offsets and shape as many as ndim says.
     sharded: the rank said which part of a global tensor it is, if only all of it. hidden: tensors that are no
     leaf of the state, but the memory that several views share. skipped: the views in any other order, which
-    have no place in columns. replicas: tensors whose bytes another rank holds.
+    have no place in columns. replicas: tensors whose bytes another rank holds. values: what the shard holds
+    beside them, to be compared with other ranks'; None: it has been, or is to be later.
     """
 
     attempt: str
@@ -82,9 +80,10 @@ class ShardColumns:
     start: NDArray[np.uint64]
     stop: NDArray[np.uint64]
     sharded: NDArray[np.bool_]
-    hidden: list[str]
-    skipped: list[str]
-    replicas: list[str]
+    hidden: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
+    values: ShardValues | None = None
 
 
 def hidden_tensors(header: ShardHeader) -> list[str]:
@@ -100,7 +99,7 @@ def columns_of(header: ShardHeader) -> ShardColumns:
     """The columns of a decoded header. Large values (`kind`) are no tensors."""
     skipped: list[str] = []
 
-    def rows() -> Iterator[_Row]:
+    def rows() -> Iterator[Row]:
         starts = {}
         for entry in header.tensors:
             starts[entry.name] = entry.start
@@ -108,10 +107,10 @@ def columns_of(header: ShardHeader) -> ShardColumns:
                 continue
             chunk = entry.chunk
             if chunk is None:
-                yield _whole(entry.name, entry.dtype, entry.shape, entry.start, entry.stop)
+                yield whole_row(entry.name, entry.dtype, entry.shape, entry.start, entry.stop)
             else:
                 info = (entry.dtype, chunk.global_shape, chunk.flat_of)
-                yield _part(entry.name, info, chunk.offsets, chunk.shape, entry.start, entry.stop)
+                yield part_row(entry.name, info, chunk.offsets, chunk.shape, entry.start, entry.stop)
         for view in header.views:
             # Only in C order are a view's bytes one range that reads like a stored tensor's.
             if not is_c_order(view.shape, view.stride):
@@ -120,136 +119,40 @@ def columns_of(header: ShardHeader) -> ShardColumns:
             start, chunk = starts[view.of] + view.byte_offset, view.chunk
             stop = start + view.extent_nbytes
             if chunk is None:
-                yield _whole(view.name, view.dtype, view.shape, start, stop)
+                yield whole_row(view.name, view.dtype, view.shape, start, stop)
             else:
                 info = (view.dtype, chunk.global_shape, chunk.flat_of)
-                yield _part(view.name, info, chunk.offsets, chunk.shape, start, stop)
+                yield part_row(view.name, info, chunk.offsets, chunk.shape, start, stop)
 
-    return _columns(
-        header.attempt, header.rank, rows(), hidden_tensors(header), skipped, list(header.replicas)
+    return replace(
+        columns_from(header.attempt, header.rank, rows()),
+        hidden=hidden_tensors(header),
+        skipped=skipped,
+        replicas=list(header.replicas),
+        values=values_of(header),
     )
 
 
-class _Entry(msgspec.Struct, gc=False):
-    """Any value of a header's outer object: a tensor, or `__metadata__`."""
-
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)
-    shard: str = msgspec.field(default="", name="ckptengine.shard")
-    tensors: str = msgspec.field(default="", name="ckptengine.tensors")
-    views: str = msgspec.field(default="", name="ckptengine.views")
-    replicas: str = msgspec.field(default="", name="ckptengine.replicas")
-    tree: str = msgspec.field(default="", name="ckptengine.tree")
+def values_of(header: ShardHeader) -> ShardValues:
+    """What a decoded header says beside the parts of global tensors."""
+    return ShardValues(
+        msgspec.json.encode(header.tree),
+        [entry.name for entry in header.own_entries],
+        header.own,
+        {i: entry.name for i, entry in enumerate(header.tensors) if entry.kind is not None},
+        {view.name: view.of for view in header.views},
+    )
 
 
-class _Extra(msgspec.Struct, gc=False):
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-    global_shape: tuple[int, ...] | None = None
-    offsets: tuple[int, ...] = ()
-    flat_of: tuple[int, ...] | None = None
-    kind: str | None = None
-
-
-class _View(msgspec.Struct, gc=False):
-    of: str
-    byte_offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None = None
-    global_shape: tuple[int, ...] | None = None
-    offsets: tuple[int, ...] = ()
-    flat_of: tuple[int, ...] | None = None
-
-
-class _Shard(msgspec.Struct):
-    attempt: str
-    rank: int
-
-
-_entries = msgspec.json.Decoder(dict[str, _Entry]).decode
-_extras = msgspec.json.Decoder(dict[str, _Extra]).decode
-_views = msgspec.json.Decoder(dict[str, _View]).decode
-
-
-def scan_header(header: bytes | memoryview) -> ShardColumns:
-    """What `columns_of(decode_header(header))` is, for a header whose digest vouches for it.
-
-    Nothing else is checked: `ValueError` (also `KeyError`) where it is no header at all.
-    """
-    view = memoryview(header)
-    # A raw shard begins with the length of the JSON, a compressed one with eight bytes of its own before it.
-    at = 8 if len(view) == 8 + int.from_bytes(view[:8], "little") else 16
-    entries = _entries(view[at:])
-    metadata = entries.pop(METADATA_KEY)
-    shard = msgspec.json.decode(metadata.shard, type=_Shard)
-    extras = _extras(metadata.tensors)
-    views = _views(metadata.views)
-    skipped: list[str] = []
-
-    def rows() -> Iterator[_Row]:
-        for name, entry in entries.items():
-            if name.startswith(PAD_PREFIX):
-                continue
-            start, stop = entry.data_offsets
-            extra = extras.get(name)
-            if extra is None:
-                yield _whole(name, dtypes.torch_name(entry.dtype), entry.shape, start, stop)
-            elif extra.kind is None:
-                dtype = dtypes.torch_name(entry.dtype) if extra.dtype is None else extra.dtype
-                shape = entry.shape if extra.shape is None else extra.shape
-                if extra.global_shape is None:
-                    yield _whole(name, dtype, shape, start, stop)
-                else:
-                    info = (dtype, extra.global_shape, extra.flat_of)
-                    yield _part(name, info, extra.offsets, shape, start, stop)
-        for name, view in views.items():
-            if not is_c_order(view.shape, view.stride):
-                skipped.append(name)
-                continue
-            start = entries[view.of].data_offsets[0] + view.byte_offset
-            stop = start + prod(view.shape) * dtypes.itemsize(view.dtype)
-            if view.global_shape is None:
-                yield _whole(name, view.dtype, view.shape, start, stop)
-            else:
-                info = (view.dtype, view.global_shape, view.flat_of)
-                yield _part(name, info, view.offsets, view.shape, start, stop)
-
-    hidden = _hidden(entries, {view.of for view in views.values()}, metadata.tree) if views else []
-    replicas = list(msgspec.json.decode(metadata.replicas, type=dict[str, int]))
-    return _columns(shard.attempt, shard.rank, rows(), hidden, skipped, replicas)
-
-
-def _hidden(entries: dict[str, _Entry], bases: set[str], tree: str) -> list[str]:
-    """Those of the bases that are no leaf; their numbers are looked for in the tree's text.
-
-    Inside a string quotes are escaped, so the text of a leaf is found nowhere but where a leaf is.
-    """
-    names = (name for name in entries if not name.startswith(PAD_PREFIX))
-    return [
-        name
-        for number, name in enumerate(names)
-        if name in bases and f'{{"{TAG}":"t","i":{number}}}' not in tree
-    ]
-
-
-def _whole(name: str, dtype: str, shape: Sizes, start: int, stop: int) -> _Row:
+def whole_row(name: str, dtype: str, shape: Sizes, start: int, stop: int) -> Row:
     return name, (dtype, shape, None), len(shape), (0,) * len(shape), shape, start, stop, False
 
 
-def _part(name: str, info: Info, offsets: Sizes, shape: Sizes, start: int, stop: int) -> _Row:
+def part_row(name: str, info: Info, offsets: Sizes, shape: Sizes, start: int, stop: int) -> Row:
     return name, info, len(shape), offsets, shape, start, stop, True
 
 
-def _columns(
-    attempt: str,
-    rank: int,
-    rows: Iterable[_Row],
-    hidden: list[str],
-    skipped: list[str],
-    replicas: list[str],
-) -> ShardColumns:
+def columns_from(attempt: str, rank: int, rows: Iterable[Row]) -> ShardColumns:
     import numpy as np
 
     names, infos, ndim, offsets, shape, start, stop, sharded = tuple(zip(*rows, strict=True)) or ((),) * 8
@@ -264,9 +167,6 @@ def _columns(
         start=np.array(start, np.uint64),
         stop=np.array(stop, np.uint64),
         sharded=np.array(sharded, np.bool_),
-        hidden=hidden,
-        skipped=skipped,
-        replicas=replicas,
     )
 
 
@@ -288,6 +188,7 @@ class IndexBuilder:
         self._numbers: list[NDArray[np.int64]] = []
         self._columns: dict[str, list[NDArray[Any]]] = {name: [] for name in _COLUMNS}
         self._last: ShardColumns | None = None
+        self.per_rank = PerRankFinder()
 
     def add(self, shard: ShardColumns) -> None:
         """Where a lower rank has said something else of a name, only what that rank said is kept."""
@@ -300,11 +201,13 @@ class IndexBuilder:
         self._hidden.update(shard.hidden)
         self._partial.update(shard.skipped)
         self._replicas.update(shard.replicas)
+        if shard.values is not None:
+            self.per_rank.add(shard.values)
         for name, columns in self._columns.items():
             columns.append(getattr(shard, name))
         if self._last is None or self._last.names != shard.names or self._last.infos != shard.infos:
             self._numbers.append(np.array([*map(self._number, shard.names, shard.infos)], np.int64))
-            self._last = shard
+            self._last = replace(shard, values=None)
         else:
             self._numbers.append(self._numbers[-1])
 
@@ -340,6 +243,7 @@ class IndexBuilder:
         begins = np.cumsum(ndim, dtype=np.int64) - ndim
         dims = np.repeat(begins[rows] - (np.cumsum(taken, dtype=np.int64) - taken), taken)
         dims += np.arange(len(dims))
+        per_rank = self.per_rank.found()
         rank = np.repeat(np.array(self._ranks, "<u4"), [len(numbers) for numbers in self._numbers])
         return IndexContent(
             attempt=next(iter(self._attempts)),
@@ -357,4 +261,6 @@ class IndexBuilder:
             sharded=column["sharded"][rows].tobytes(),
             hidden=sorted(self._hidden),
             partial=sorted(self._partial),
+            per_rank=sorted(per_rank.differing),
+            some_ranks=sorted(per_rank.some_ranks),
         )

@@ -72,7 +72,9 @@ class ShardHeader:
 
     tensors: in offset order, without pads. replicas: name → the rank whose shard holds the bytes. digests: 16
     bytes per block, joined. stored_nbytes, methods: each block's stored length, and one character that says
-    how it is stored (`blocks.METHODS`), in compressed shards only. header_nbytes: where the data begins.
+    how it is stored (`blocks.METHODS`), in compressed shards only. own: `per_rank.OWN_DIGITS` hexadecimal
+    digits for each of `own_entries`, joined; None in a shard that does not have them. header_nbytes: where
+    the data begins.
     """
 
     run: str
@@ -90,6 +92,7 @@ class ShardHeader:
     digests: bytes = b""
     stored_nbytes: tuple[int, ...] | None = None
     methods: str | None = None
+    own: bytes | None = None
     header_nbytes: int = 0
 
     @property
@@ -100,6 +103,11 @@ class ShardHeader:
     def leaf_names(self) -> tuple[str, ...]:
         """The names a tree's tensor indices stand for."""
         return (*[t.name for t in self.tensors], *[v.name for v in self.views], *self.replicas)
+
+    @property
+    def own_entries(self) -> list[TensorEntry]:
+        """The whole tensors, and the large values: no part of what other ranks hold parts of."""
+        return [entry for entry in self.tensors if entry.chunk is None]
 
     def block_digest(self, i: int) -> bytes:
         """The digest of block i's uncompressed bytes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from ckptengine.format.entries import ShardHeader
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.limits import INT64_MAX, MAX_INDEX_NBYTES
 from ckptengine.format.names import AttemptId
+from ckptengine.format.per_rank import PerRank
 
 if TYPE_CHECKING:
     # numpy is imported where columns are made: what only asks for a manifest should not wait for it.
@@ -60,7 +62,8 @@ class Index:
     hidden: those that are nothing but the memory that several views share. partial: those of which the
     headers know
     more: a rank's view that is not in C order, or a rank's tensor that is not like the lowest rank's. partial
-    is None for an index that does not tell either.
+    is None for an index that does not tell either. per_rank: which values ranks do not hold alike; None if
+    the index does not tell.
     """
 
     def __init__(self, content: IndexContent) -> None:
@@ -86,8 +89,18 @@ class Index:
         self._dims = np.concatenate(([0], np.cumsum(self._ndim, dtype=np.int64)))
         self._validate()
         self._rows = np.searchsorted(self._name, np.arange(len(self._names) + 1))
+        for lists in (content.per_rank, content.some_ranks):
+            if lists is not None and any(a >= b for a, b in pairwise(lists)):
+                raise ValueError("names of values are not sorted, or not unique")
+        if (content.per_rank is None) != (content.some_ranks is None):
+            raise ValueError("per_rank and some_ranks go together")
         self.hidden = frozenset(content.hidden or ())
         self.partial = None if content.partial is None else frozenset(content.partial)
+        self.per_rank = (
+            None
+            if content.per_rank is None or content.some_ranks is None
+            else PerRank(frozenset(content.per_rank), frozenset(content.some_ranks))
+        )
 
     def names(self) -> list[str]:
         """All tensors, sorted."""

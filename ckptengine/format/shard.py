@@ -23,6 +23,7 @@ from ckptengine.format.entries import METADATA_KEY, ShardHeader, TensorEntry, Vi
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.layout import PAD_PREFIX
 from ckptengine.format.limits import INT64_MAX, MAX_HEADER_NBYTES, PAGE, round_up
+from ckptengine.format.per_rank import OWN_DIGITS
 
 __all__ = [
     "METADATA_KEY",
@@ -34,6 +35,7 @@ __all__ = [
     "decode_header",
     "encode_header",
     "header_nbytes",
+    "own_spans",
     "seal_header",
     "tensor_spans",
 ]
@@ -100,13 +102,17 @@ class _Shard(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class HeaderTemplate:
-    """A header in its final size whose digests, stored lengths and methods are still zeros."""
+    """A header in its final size whose digests, stored lengths and methods are still zeros.
+
+    own_at: where the digests of the shard's own tensors go; None: it does not keep them.
+    """
 
     data: bytes
     digests_at: int
     stored_at: int | None
     methods_at: int | None
     n_blocks: int
+    own_at: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +123,7 @@ def encode_header(header: ShardHeader) -> HeaderTemplate:
     """The header's bytes, without its digests. `ValueError` if it breaks a rule of the format."""
     header.validate()
     n_blocks = header.blocks.count
+    own = "0" * (OWN_DIGITS * len(header.own_entries)) if header.own is not None else None
     if header.block_nbytes >= 16**_STORED_DIGITS:
         raise ValueError(f"block_nbytes must be less than 4 GiB, not {header.block_nbytes}")
     compressed = header.codec == "zstd"
@@ -125,6 +132,7 @@ def encode_header(header: ShardHeader) -> HeaderTemplate:
         f"{_KEYS}shard": _dumps(_Shard(**{name: getattr(header, name) for name in _Shard.__struct_fields__})),
         f"{_KEYS}digests": "0" * (2 * DIGEST_NBYTES * n_blocks),
         **({f"{_KEYS}{key}": "0" * (width * n_blocks) for key, width in _PER_BLOCK} if compressed else {}),
+        **({} if own is None else {f"{_KEYS}own": own}),
         f"{_KEYS}tensors": _dumps(_extras(header.tensors)),
         f"{_KEYS}views": _dumps({view.name: _view(view) for view in header.views}),
         f"{_KEYS}replicas": _dumps(header.replicas),
@@ -146,6 +154,7 @@ def encode_header(header: ShardHeader) -> HeaderTemplate:
         stored_at=_value_at(data, f"{_KEYS}stored") if compressed else None,
         methods_at=_value_at(data, f"{_KEYS}methods") if compressed else None,
         n_blocks=n_blocks,
+        own_at=None if own is None else _value_at(data, f"{_KEYS}own"),
     )
 
 
@@ -154,9 +163,10 @@ def seal_header(
     digests: Sequence[bytes],
     stored: Sequence[int] | None = None,
     methods: str | None = None,
+    own: str | None = None,
 ) -> bytes:
     """The finished header: the template with every block's digest and, if compressed, stored length and
-    method."""
+    method; and the digests of its own tensors, if they are kept."""
     if len(digests) != template.n_blocks or any(len(d) != DIGEST_NBYTES for d in digests):
         raise ValueError(f"needs {template.n_blocks} digests of {DIGEST_NBYTES} bytes, got {len(digests)}")
     if (stored is None) != (template.stored_at is None) or (
@@ -167,6 +177,10 @@ def seal_header(
         methods is not None and (len(methods) != len(digests) or not METHODS.issuperset(methods))
     ):
         raise ValueError("a method is needed for each block of a compressed shard, and for no other")
+    if (own is None) != (template.own_at is None) or (
+        own is not None and not (is_lower_hex(own, len(own)) and _fits(template, own))
+    ):
+        raise ValueError("needs a digest for each of the shard's own tensors, if it keeps them")
     data = bytearray(template.data)
 
     def put(at: int, text: bytes) -> None:
@@ -179,16 +193,15 @@ def seal_header(
         put(template.stored_at, "".join(f"{length:0{_STORED_DIGITS}x}" for length in stored).encode())
     if methods is not None and template.methods_at is not None:
         put(template.methods_at, methods.encode())
+    if own is not None and template.own_at is not None:
+        put(template.own_at, own.encode())
     return bytes(data)
 
 
 def tensor_spans(template: HeaderTemplate) -> list[tuple[str, str, int, int]]:
     """`(name, dtype, start, stop)` of each tensor, in offset order without pads. The template is trusted: it
     is this version's own."""
-    at = template.data.index(b"{")
-    raw = msgspec.json.decode(template.data[at:], type=dict[str, msgspec.Raw])
-    metadata = msgspec.json.decode(raw.pop(METADATA_KEY), type=dict[str, str])
-    extras = msgspec.json.decode(metadata[f"{_KEYS}tensors"], type=dict[str, _Extra])
+    raw, extras = _trusted(template)
     decode = msgspec.json.Decoder(_Tensor).decode
     spans = []
     for name, text in raw.items():
@@ -198,6 +211,32 @@ def tensor_spans(template: HeaderTemplate) -> list[tuple[str, str, int, int]]:
         dtype = extra.dtype if extra is not None and extra.dtype is not None else None
         spans.append((name, dtype or dtypes.torch_name(entry.dtype), *entry.data_offsets))
     return spans
+
+
+def _fits(template: HeaderTemplate, own: str) -> bool:
+    """Is there room for just as many digits?"""
+    start = template.own_at or 0
+    return template.data[start : start + len(own) + 1] == b"0" * len(own) + b'"'
+
+
+def own_spans(template: HeaderTemplate) -> list[tuple[int, int]]:
+    """`(start, stop)` of each whole tensor and large value, in offset order: what `own` has a digest for."""
+    raw, extras = _trusted(template)
+    decode = msgspec.json.Decoder(_Tensor).decode
+    return [
+        decode(text).data_offsets
+        for name, text in raw.items()
+        if not name.startswith(PAD_PREFIX)
+        and ((extra := extras.get(name)) is None or extra.global_shape is None)
+    ]
+
+
+def _trusted(template: HeaderTemplate) -> tuple[dict[str, msgspec.Raw], dict[str, _Extra]]:
+    """The entries of a template, which is this version's own, and what safetensors cannot say of them."""
+    at = PREFIX_NBYTES if template.data.startswith(_MAGIC) else PREFIX_NBYTES - len(_ZSTD_MAGIC)
+    raw = msgspec.json.decode(template.data[at:], type=dict[str, msgspec.Raw])
+    metadata = msgspec.json.decode(raw.pop(METADATA_KEY), type=dict[str, str])
+    return raw, msgspec.json.decode(metadata[f"{_KEYS}tensors"], type=dict[str, _Extra])
 
 
 def header_nbytes(prefix: bytes, path: str) -> int:
@@ -368,9 +407,8 @@ def _header(
     if compressed:
         known.add(f"{_KEYS}stored")
     ours = {key for key in metadata if key.startswith(_KEYS)}
-    if compressed:
-        # Shards from before byte planes do not have it.
-        known.update(ours & {f"{_KEYS}methods"})
+    # Shards from before byte planes have no methods; those of one rank, and the first ones, no `own`.
+    known.update(ours & ({f"{_KEYS}own", f"{_KEYS}methods"} if compressed else {f"{_KEYS}own"}))
     if ours != known:
         raise ValueError(f"metadata keys missing or unknown: {', '.join(sorted(ours ^ known))}")
     shard = _nested(metadata, "shard", _Shard)
@@ -392,9 +430,12 @@ def _header(
         digests=_digests(metadata[f"{_KEYS}digests"], blocks.count),
         stored_nbytes=stored,
         methods=None if stored is None else _methods(metadata.get(f"{_KEYS}methods"), stored, blocks),
+        own=_own(metadata.get(f"{_KEYS}own")),
         header_nbytes=nbytes,
     )
     header.validate()
+    if header.own is not None and len(header.own) != OWN_DIGITS * len(header.own_entries):
+        raise ValueError(f"{_KEYS}own is not a digest for each whole tensor")
     return header
 
 
@@ -464,6 +505,12 @@ def _digests(text: str, count: int) -> bytes:
     if not is_lower_hex(text, 2 * DIGEST_NBYTES * count):
         raise ValueError(f"{_KEYS}digests is not {count} digests")
     return bytes.fromhex(text)
+
+
+def _own(text: str | None) -> bytes | None:
+    if text is not None and not is_lower_hex(text, len(text)):
+        raise ValueError(f"{_KEYS}own is not hexadecimal")
+    return None if text is None else text.encode()
 
 
 def _stored(text: str, blocks: BlockTable) -> tuple[int, ...]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptengine.errors import CheckpointError, CorruptCheckpointError
-from ckptengine.format.columns import ShardColumns, scan_header
+from ckptengine.format.columns import ShardColumns
 from ckptengine.format.digest import hexdigest
 from ckptengine.format.manifest import Manifest, ShardRef
+from ckptengine.format.scan import scan_header
 from ckptengine.format.shard import ShardHeader, decode_header
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.store import BlockReader, Store

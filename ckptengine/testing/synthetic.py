@@ -17,6 +17,7 @@ from ckptengine.format.index import encode_index
 from ckptengine.format.limits import PAGE, round_up
 from ckptengine.format.manifest import IndexRef, Manifest, ShardRef, encode_manifest
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId, RunId, shard_filename, step_dirname
+from ckptengine.format.per_rank import OWN_DIGITS
 from ckptengine.format.shard import encode_header, seal_header
 
 _COLUMNS = 64
@@ -79,17 +80,22 @@ class World:
                 "tensors": {entry.name: {"$": "t", "i": i} for i, entry in enumerate(entries)},
                 "rank": rank,
             },
+            own=b"",
         )
 
     def columns(self) -> Iterable[ShardColumns]:
         """What INDEX holds of each rank, without making every rank's header."""
         first = columns_of(self.header(0))
+        assert first.values is not None
+        tree = first.values.tree.removesuffix(b"0}")
         starts = first.offsets.copy()
         if self.sharded:
             starts[::2] += self.rows
         for rank in range(self.ranks - 1):
             offsets = first.offsets + rank * (starts - first.offsets)
-            yield replace(first, rank=rank, offsets=offsets, names=list(first.names))
+            own = f"{rank:0{OWN_DIGITS}x}".encode() * len(first.values.own)
+            values = replace(first.values, tree=tree + f"{rank}}}".encode(), digests=own)
+            yield replace(first, rank=rank, offsets=offsets, names=list(first.names), values=values)
         yield columns_of(self.header(self.ranks - 1))
 
     def index(self) -> bytes:
@@ -110,7 +116,8 @@ def shard_file(world: World, rank: int) -> tuple[bytes, bytes]:
     section = data.tobytes()
     spans = (header.blocks.span(i) for i in range(header.blocks.count))
     digests = [digest(section[start:stop]) for start, stop in spans]
-    return seal_header(encode_header(header), digests), section
+    own = "".join(hexdigest(section[e.start : e.stop])[:OWN_DIGITS] for e in header.own_entries)
+    return seal_header(encode_header(header), digests, own=own), section
 
 
 def write_step(

@@ -24,6 +24,7 @@ from ckptengine.format.digest import hexdigest
 from ckptengine.format.index import encode_index
 from ckptengine.format.manifest import IndexRef, Manifest, ShardRef, decode_manifest, encode_manifest
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId
+from ckptengine.format.scan import HeaderScanner, digests_in
 from ckptengine.read.shards import scan_shard
 from ckptengine.storage.store import Store
 from ckptengine.write.draft import IndexDraft
@@ -119,11 +120,13 @@ def commit(
 def _check_shards(
     store: Store, step_path: str, manifest: Manifest, rank: int, own: Future[IndexDraft]
 ) -> IndexBuilder:
+    scanner = HeaderScanner()
+
     def check(ref: ShardRef) -> ShardColumns:
         try:
             if ref.rank == rank:
-                return scan_shard(store, step_path, ref, manifest, lambda header: own.result().columns)
-            return scan_shard(store, step_path, ref, manifest)
+                return scan_shard(store, step_path, ref, manifest, lambda header: _finished(header, own))
+            return scan_shard(store, step_path, ref, manifest, scanner.scan)
         except (OSError, CheckpointError) as error:
             raise SaveFailedError(
                 f"rank {ref.rank} reported its shard durable, the coordinator does not see it whole: {error}",
@@ -136,11 +139,20 @@ def _check_shards(
         min(HEADER_READERS, len(manifest.shards)), thread_name_prefix="ckpt-commit"
     ) as pool:
         others = pool.map(check, manifest.shards)
-        next(others)  # the coordinator's, which the draft has
+        first = next(others)  # the coordinator's, of which the draft has all but the values
         contents = own.result().contents
+        if first.values is not None:
+            contents.per_rank.add(first.values)
         for shard in others:
             contents.add(shard)
         return contents
+
+
+def _finished(header: bytes, own: Future[IndexDraft]) -> ShardColumns:
+    """The coordinator's columns, with the digests that were not known when they were drafted."""
+    columns = own.result().columns
+    assert columns.values is not None
+    return replace(columns, values=replace(columns.values, digests=digests_in(header)))
 
 
 def _index(contents: IndexBuilder, step_path: str) -> bytes | None:

@@ -4,16 +4,17 @@ rank all of it."""
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ckptengine.format.columns import IndexBuilder, ShardColumns, scan_header
+from ckptengine.format.columns import IndexBuilder, ShardColumns
 from ckptengine.format.index import encode_index
+from ckptengine.format.scan import scan_header
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexDraft:
-    """columns: of the coordinator's shard. contents: begun with these, to be given the other ranks'. index:
-    encoded already, if there is no other rank and the format's bound allows one."""
+    """columns: of the coordinator's shard. contents: begun with these, to be given the other ranks', and all
+    ranks' values. index: encoded already, if there is no other rank and the format's bound allows one."""
 
     columns: ShardColumns
     contents: IndexBuilder
@@ -33,7 +34,8 @@ def begin_draft(header: bytes, world_size: int) -> Future[IndexDraft]:
 def _draft(header: bytes, world_size: int) -> IndexDraft:
     columns = scan_header(header)
     contents = IndexBuilder()
-    contents.add(columns)
+    # The values' digests are not known yet.
+    contents.add(replace(columns, values=None))
     index = None
     if world_size == 1:
         try:

@@ -51,6 +51,7 @@ class WriteTask(msgspec.Struct, frozen=True, kw_only=True):
     digests_at: int
     stored_at: int | None
     methods_at: int | None
+    own_at: int | None = None
     data_offset: int
     data_nbytes: int
     block_nbytes: int

@@ -135,6 +135,7 @@ def _make_durable(
         digests_at=task.digests_at,
         stored_at=task.stored_at,
         methods_at=task.methods_at,
+        own_at=task.own_at,
         n_blocks=BlockTable(task.data_nbytes, task.block_nbytes).count,
     )
     path = os.path.join(step_path(task), shard_path(task, task.rank))

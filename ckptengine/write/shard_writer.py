@@ -20,7 +20,8 @@ from ckptengine.errors import StorageError
 from ckptengine.format.blocks import AS_IT_IS, BlockTable
 from ckptengine.format.digest import digest, hexdigest
 from ckptengine.format.limits import PAGE, round_up
-from ckptengine.format.shard import HeaderTemplate, seal_header, tensor_spans
+from ckptengine.format.per_rank import OWN_DIGITS
+from ckptengine.format.shard import HeaderTemplate, own_spans, seal_header, tensor_spans
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.store import BlockWriter, Store
 from ckptengine.write import raw_block
@@ -76,10 +77,11 @@ def write_shard(
     meter = _Meter()
     try:
         section = _Section(writer, template.nbytes, data, blocks, huge, staged, meter, on_progress)
+        own = _OwnDigests(template, data, staged)
         stored: list[int] | None = None
         methods: str | None = None
         if compression is None:
-            digests = section.write_raw(threads)
+            digests = section.write_raw(threads, own.take)
         else:
             # What pays is found out by samples from all over.
             staged(None)
@@ -93,9 +95,11 @@ def write_shard(
                 threads=threads,
                 history=compression.history,
             )
-            digests, stored, methods = section.write_compressed(threads, compression, chooser)
+            digests, stored, methods = section.write_compressed(threads, compression, chooser, own.take)
         staged(None)
-        header = seal_header(template, digests, stored, methods)
+        if own.text is None:
+            own.take()  # of a shard without blocks
+        header = seal_header(template, digests, stored, methods, own.text)
         # No sync between data and header: a header that reaches the disk before its blocks is found out by
         # their digests, and nothing refers to this file before the sync below.
         writer.pwrite(0, memoryview(header))
@@ -122,6 +126,29 @@ def _create(store: Store, path: str, nbytes: int, *, needed: bool) -> BlockWrite
         if needed or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return store.create(path, nbytes=0)
+
+
+class _OwnDigests:
+    """The digests by which other ranks' tensors are told from this shard's own, if the header keeps them.
+
+    Taken a second time, beside the blocks', by the thread that waits for those: the tensors that are parts of
+    global ones have none, so that mostly little is left.
+    """
+
+    def __init__(self, template: HeaderTemplate, data: memoryview, staged: Staged) -> None:
+        self.text: str | None = None
+        self._template = template
+        self._data = data
+        self._staged = staged
+
+    def take(self) -> None:
+        if self._template.own_at is None:
+            return
+        parts = []
+        for start, stop in own_spans(self._template):
+            self._staged(stop)
+            parts.append(hexdigest(self._data[start:stop])[:OWN_DIGITS])
+        self.text = "".join(parts)
 
 
 class _Meter:
@@ -204,7 +231,7 @@ class _Section:
         self._next_placed = 0
         self._next_offset = base
 
-    def write_raw(self, threads: int) -> list[bytes]:
+    def write_raw(self, threads: int, beside: Callable[[], None]) -> list[bytes]:
         digests = [b""] * self._blocks.count
         largest = raw_block.buffer_nbytes(min(self._blocks.block_nbytes, len(self._data)))
 
@@ -221,11 +248,11 @@ class _Section:
 
         # Half as many again, so that `threads` writes are under way while others take their digests.
         threads += threads // 2
-        self._run([with_own_buffer() for _ in range(min(threads, self._blocks.count))])
+        self._run([with_own_buffer() for _ in range(min(threads, self._blocks.count))], beside=beside)
         return digests
 
     def write_compressed(
-        self, threads: int, compression: Compression, chooser: Chooser
+        self, threads: int, compression: Compression, chooser: Chooser, beside: Callable[[], None]
     ) -> tuple[list[bytes], list[int], str]:
         digests = [b""] * self._blocks.count
         stored = [0] * self._blocks.count
@@ -263,7 +290,12 @@ class _Section:
             return write
 
         workers = [with_own_buffer() for _ in range(min(threads, self._blocks.count))]
-        self._run(workers, beside=chooser.prepare, on_failure=chooser.stop)
+
+        def prepare() -> None:
+            chooser.prepare()
+            beside()
+
+        self._run(workers, beside=prepare, on_failure=chooser.stop)
         return digests, stored, "".join(methods)
 
     def _place(self, index: int, nbytes: int) -> int:

@@ -8,7 +8,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from ckptengine.codecs.block import pack_into, unpack_into
 from ckptengine.format.blocks import PLANES, ZSTD
-from ckptengine.format.columns import IndexBuilder, ShardColumns, columns_of, scan_header
+from ckptengine.format.columns import IndexBuilder, ShardColumns, columns_of
 from ckptengine.format.digest import digest
 from ckptengine.format.entries import ShardHeader, TensorEntry
 from ckptengine.format.geometry import Chunk, copy_runs, intersect
@@ -17,6 +17,7 @@ from ckptengine.format.layout import lay_out
 from ckptengine.format.limits import PAGE
 from ckptengine.format.manifest import Manifest, ShardRef, decode_manifest, encode_manifest
 from ckptengine.format.names import shard_filename
+from ckptengine.format.scan import scan_header
 from ckptengine.format.shard import decode_header, encode_header, seal_header
 from ckptengine.testing.synthetic import World
 from native_bench.suites.sizes import Sizes

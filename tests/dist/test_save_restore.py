@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 import ckptengine as ck
-from ckptengine.format.names import step_dirname
+from ckptengine.format.index import build_index, decode_index
+from ckptengine.format.names import INDEX_NAME, step_dirname
+from ckptengine.read.shards import open_header
+from ckptengine.storage.posix import PosixStore
 from tests.adapters.fake import same
 from tests.dist import cases, trap_cases
 from tests.helpers.checkpoints import flip, read_manifest
@@ -85,6 +88,25 @@ def test_three_ranks(trio: Ranks, root: str) -> None:
     assert {info[-1].fingerprint for info in infos} == {ck.verify(root, level="data").fingerprint}
     assert [info.step for info in trio.call(cases.restore, root)] == [2, 2, 2]
     trio.call(cases.training, root, "fsdp2", "raw")
+
+
+def test_the_index_names_what_each_rank_has_of_its_own(pair: Ranks, root: str) -> None:
+    pair.call(cases.save_steps, root, [4])
+    pair.call(cases.training, root, "fsdp2", "zstd")
+    pair.call(cases.training, f"{root}-ddp", "ddp", "raw")
+    for place, step in ((root, 4), (root, 5), (f"{root}-ddp", 5)):
+        path = step_path(place, step)
+        manifest = read_manifest(path)
+        headers = [open_header(PosixStore(), str(path), ref, manifest) for ref in manifest.shards]
+        assert (path / INDEX_NAME).read_bytes() == build_index(headers)
+        found = decode_index((path / INDEX_NAME).read_bytes(), path="").per_rank
+        assert found is not None
+        if step == 5:
+            assert found.names == set()
+        else:
+            tensors = {"weights.0", "weights.1", "weights.2", "name.with/odd characters"}
+            assert found.differing == {"array", "rank", "note"} | tensors
+            assert not found.some_ranks
 
 
 def test_one_process_reads_what_many_have_written(pair: Ranks, root: str) -> None:

@@ -119,6 +119,17 @@ def _meta(key: str, value: str) -> Mutation:
     return _edit(lambda p: p.meta.__setitem__(f"ckptengine.{key}", value))
 
 
+def _own(edit: Callable[[str], str]) -> Mutation:
+    """As many digests as there are whole tensors and large values, edited."""
+
+    def change(parts: _Parts) -> None:
+        names = [name for name in parts.tensors if not name.startswith("__pad__.")]
+        whole = [name for name in names if "global_shape" not in parts.extras.get(name, {})]
+        parts.meta["ckptengine.own"] = edit("0" * 16 * len(whole))
+
+    return _edit(change)
+
+
 def _tensor(edit: Callable[[dict[str, Any]], Any]) -> Mutation:
     """An edit of the first tensor's safetensors entry."""
     return _edit(lambda p: edit(p.tensors[p.first]))
@@ -279,6 +290,12 @@ _HEADER: list[tuple[str, Mutation]] = [
         for key in ("format", "shard", "digests", "tensors", "views", "replicas", "tree")
     ),
     ("unknown metadata of ours", _meta("colour", "red")),
+    ("own digests empty", _meta("own", "")),
+    ("own digests too few", _own(lambda s: s[16:])),
+    ("own digests too many", _own(lambda s: s + "0" * 16)),
+    ("a digit of own digests too few", _own(lambda s: s[1:])),
+    ("own digests in upper case", _own(lambda s: "A" + s[1:])),
+    ("own digests not hexadecimal", _own(lambda s: "g" + s[1:])),
     *(
         (f"format {text!r}", _meta("format", text))
         for text in ("0", "", "-1", "1.0", " 1", "01", "one", "9" * 5000)
@@ -1085,6 +1102,11 @@ _INDEX: list[tuple[str, Mutation]] = [
     *((f"{key} empty", _index(lambda c, key=key: c.__setitem__(key, c[key][:0]))) for key in _INDEX_KEYS),
     ("unknown key", _index(lambda c: c.__setitem__("colour", "red"))),
     ("attempt malformed", _index(lambda c: c.__setitem__("attempt", "../.."))),
+    *(
+        (f"{key} {value!r}", _index(lambda c, key=key, value=value: c.__setitem__(key, value)))
+        for key in ("per_rank", "some_ranks")
+        for value in (None, "a", {"a": 1}, [1], [None], ["b", "a"], ["a", "a"])
+    ),
     ("a name twice", _one_name_more(lambda names: names[-1])),
     ("names not sorted", _one_name_more(lambda names: "")),
     ("a name a number", _index(lambda c: c["names"].__setitem__(0, 1))),

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptengine.format import dtypes
-from ckptengine.format.columns import IndexBuilder, ShardColumns, columns_of, scan_header
+from ckptengine.format.columns import IndexBuilder, ShardColumns, columns_of
 from ckptengine.format.digest import DIGEST_NBYTES
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.index import Index, IndexedChunk, build_index, decode_index, index_from_headers
+from ckptengine.format.scan import scan_header
 from ckptengine.format.shard import (
     ShardHeader,
     TensorEntry,

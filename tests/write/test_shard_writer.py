@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,8 +19,11 @@ from hypothesis import strategies as st
 from ckptengine.errors import StorageError
 from ckptengine.format import dtypes
 from ckptengine.format.blocks import AS_IT_IS, METHODS
+from ckptengine.format.digest import hexdigest
 from ckptengine.format.entries import ShardHeader, TensorEntry
+from ckptengine.format.geometry import Chunk
 from ckptengine.format.layout import PAD_PREFIX, lay_out
+from ckptengine.format.per_rank import OWN_DIGITS
 from ckptengine.format.shard import PREFIX_NBYTES, decode_header, encode_header, header_nbytes
 from ckptengine.read.plan import Destination
 from ckptengine.read.reader import find_damage, read_shard
@@ -118,6 +122,34 @@ def test_a_shard_of_any_tensors_comes_back(
     path = tmp_path_factory.mktemp("shard") / "shard-00000.ckptz"
     history = History(device=1.0, cores=1.0) if auto else None
     check_whole(path, write(PosixStore(), path, header, data, auto=auto, history=history), data)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_shard_keeps_the_digests_of_its_own_tensors_where_it_is_asked_to(
+    tmp_path: Path, compressed: bool
+) -> None:
+    header, data = contents(
+        3, [("float32", 900), ("bfloat16", 5000), ("uint8", 0), ("int64", 1), ("bool", 70)]
+    )
+    entries = list(header.tensors)
+    entries[1] = msgspec.structs.replace(entries[1], chunk=Chunk((10000,), (0,), (5000,)))
+    header = replace(header, tensors=tuple(entries), own=b"", codec="zstd" if compressed else "raw")
+    written = write_shard(
+        PosixStore(),
+        str(tmp_path / "shard"),
+        template=encode_header(header),
+        data=data,
+        block_nbytes=header.block_nbytes,
+        compression=Compression(1, False, History()) if compressed else None,
+        threads=2,
+    )
+    raw = (tmp_path / "shard").read_bytes()
+    assert len(raw) == written.size
+    found = decode_header(raw[: header_nbytes(raw[:PREFIX_NBYTES], "")], path="").own
+    own = [entry for entry in entries if entry.chunk is None]
+    expected = [hexdigest(data[entry.start : entry.stop])[:OWN_DIGITS] for entry in own]
+    assert len(expected) == 4
+    assert found == "".join(expected).encode()
 
 
 def test_every_method_is_used_where_it_leaves_the_fewest_bytes(tmp_path: Path) -> None:
