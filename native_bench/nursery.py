@@ -3,8 +3,8 @@
     python -m native_bench.nursery SOCKET_FD
 
 is that process. It has one thread of Python, makes no tensor and opens nothing, so that a worker begins as if
-it had imported everything itself. It ends, and its workers with it, when the socket is closed or its starter
-dies.
+it had imported everything itself. It ends, and with it its workers and what they have started, when the
+socket is closed or its starter dies.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import IO
 import msgspec
 
 from native_bench import worker
+from native_bench.sentinel import Sentinel
 from native_bench.worker import Setup
 
 PR_SET_PDEATHSIG = 1
@@ -127,7 +128,7 @@ class Nursery:
         self.close()
 
 
-def serve(requests: socket.socket) -> None:
+def serve(requests: socket.socket, sentinel: Sentinel) -> None:
     """Fork a worker for each request, and tell how each one ended, until the socket is closed."""
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
@@ -138,18 +139,21 @@ def serve(requests: socket.socket) -> None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     _tell(pid, told)
+                    sentinel.ended(pid)
                     continue
                 data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_NBYTES, MAX_FDS)
                 if not data:
                     return
                 pid = os.fork()
                 if pid == 0:
+                    sentinel.forget()
                     # What belongs to the other workers, and is not to outlive them.
                     for other in list(selector.get_map().values()):
                         os.close(other.fd)
                         if other.data is not None:
                             os.close(other.data[1])
                     _become_worker(msgspec.json.decode(data, type=Setup), fds)
+                sentinel.began(pid)
                 requests.send(str(pid).encode())
                 told = fds.pop(3)
                 for fd in fds:
@@ -186,11 +190,13 @@ def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     requests = socket.socket(fileno=int(sys.argv[1]))
     requests.set_inheritable(False)
+    sentinel = Sentinel()
     for module in PRELOADED:
         # What cannot be imported here, the systems that need it will say.
         with contextlib.suppress(ImportError):
             import_module(module)
-    serve(requests)
+    serve(requests, sentinel)
+    sentinel.close()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from native_bench import sessions
 from native_bench.cases import Case
 from native_bench.nursery import Child, Nursery
 from native_bench.worker import Answer, Order, Setup
@@ -23,9 +23,6 @@ from native_bench.worker import Answer, Order, Setup
 START_S = 300.0
 """All systems start at once, and some import for ten seconds of CPU time."""
 END_S = 30.0
-GENTLE_S = 3.0
-TIDY_S = 5.0
-"""For multiprocessing's resource trackers to tidy up after the others."""
 GRACE_S = 10.0
 """For the other ranks to fail, too, once one has."""
 
@@ -122,28 +119,17 @@ class Team:
                 pass  # it has died; `_gather` says how
 
     def terminate(self) -> None:
-        """Ask what is left of each worker's session to end: one that has ended may have left helpers behind.
-
-        A library's resource tracker is deaf to it, outlives the others, and removes their semaphores from
-        /dev/shm.
-        """
+        """Ask what is left of each worker's session to end: one that has ended may have left helpers
+        behind."""
         for process in self._processes:
-            _signal_session(process.pid, signal.SIGTERM)
+            sessions.send(process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """End them, gently at first."""
         self.terminate()
-        deadline = time.monotonic() + GENTLE_S
+        deadline = time.monotonic() + sessions.GENTLE_S
         for process in self._processes:
-            while _signal_session(process.pid, 0) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            # A resource tracker is the last to go: killed with the others it would leave their semaphores.
-            while (left := _group(process.pid)) and time.monotonic() < deadline + TIDY_S:
-                for pid in left:
-                    if not is_tracker(pid):
-                        _kill(pid)
-                time.sleep(0.02)
-            _signal_session(process.pid, signal.SIGKILL)
+            sessions.end(process.pid, deadline)
             process.wait()
             for stream in (process.stdin, process.stdout):
                 with contextlib.suppress(BrokenPipeError):
@@ -207,45 +193,6 @@ class Team:
         log.seek(max(0, size - 4096))
         lines = log.read().decode(errors="replace").strip().splitlines()
         return f"; its last words: {lines[-1][:300]}" if lines else ""
-
-
-def is_tracker(pid: int) -> bool:
-    """Is it a resource tracker of multiprocessing?"""
-    try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def _group(leader: int) -> list[int]:
-    """The processes of the leader's group that are alive."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                stat = Path(f"/proc/{name}/stat").read_text()
-            except OSError:
-                continue  # it has just ended
-            state, _, group = stat.rpartition(")")[2].split()[:3]
-            if int(group) == leader and state not in "ZX":
-                found.append(int(name))
-    return found
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it has just ended
-
-
-def _signal_session(leader: int, number: int) -> bool:
-    """Whether there is anybody left to signal."""
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _free_port() -> int:

@@ -121,3 +121,11 @@ class Deaf(TorchSave):
         assert self.helper.stdout is not None
         with open(os.path.join(directory, "semaphore"), "w") as file:
             file.write(self.helper.stdout.readline().strip())
+
+
+class DeafAndHanging(Deaf):
+    traits = Traits(name="deaf-and-hanging", title="deaf and hanging", how="")
+
+    def write(self, directory: str, step: int, state: Tensors) -> None:
+        super().write(directory, step, state)
+        time.sleep(3600)

@@ -229,7 +229,7 @@ def test_helpers_of_a_worker_end_with_it(tmp_path: Path, memory: tuple[int, int]
 def test_semaphores_of_helpers_that_have_to_be_killed_are_removed(
     tmp_path: Path, memory: tuple[int, int], nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("native_bench.team.GENTLE_S", 0.2)
+    monkeypatch.setattr("native_bench.sessions.GENTLE_S", 0.2)
     team = Team(FAKES + "Deaf", TINY, [memory], nursery)
     team.wait()
     team.order(Order(do="save", directory=str(tmp_path)), 60)
@@ -260,7 +260,7 @@ def test_an_interrupted_run_leaves_nothing_but_its_results(tmp_path: Path) -> No
         assert time.monotonic() < deadline
         assert run.poll() is None
         time.sleep(0.05)
-    workers = [pid for child in _children(run.pid) for pid in (child, *_children(child))]
+    workers = _descendants(run.pid)
     assert len(workers) > 1  # the nursery, and those it has started
     run.send_signal(signal.SIGTERM)
     _, said = run.communicate(timeout=60)
@@ -268,6 +268,36 @@ def test_an_interrupted_run_leaves_nothing_but_its_results(tmp_path: Path) -> No
     assert list(work.iterdir()) == []
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     assert msgspec.json.decode((out / "results.json").read_bytes(), type=Results).interrupted
+
+
+def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
+    """Neither what it has started, nor what the workers have, nor semaphores of theirs."""
+    work = tmp_path / "work"
+    work.mkdir()
+    command = [sys.executable, "-m", "native_bench", "run", "--quick", "--no-limits", "--cases", "small"]
+    run = subprocess.Popen(
+        [*command, "--systems", f"{FAKES}DeafAndHanging", "--dir", str(work), "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (told := [path for path in work.rglob("semaphore") if path.read_text()]):
+            assert time.monotonic() < deadline
+            assert run.poll() is None
+            time.sleep(0.05)
+        semaphore = Path("/dev/shm") / f"sem.{told[0].read_text().lstrip('/')}"
+        assert semaphore.exists()
+        pids = _descendants(run.pid)
+        assert len(pids) >= 5  # nursery, sentinel, worker, its helper, and that one's resource tracker
+    finally:
+        run.kill()
+        run.wait()
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in pids if _lives(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    assert not semaphore.exists()
 
 
 def test_an_interrupted_part_leaves_nothing(tmp_path: Path) -> None:
@@ -354,6 +384,17 @@ def test_layouts_do_not_overlap_and_values_are_put_into_every_tensor() -> None:
         for tensor in placed.tensors:
             assert any(memory[tensor.offset : tensor.offset + tensor.nbytes])
         assert {t.name for t in layout(case, 0).tensors}.isdisjoint(t.name for t in placed.tensors)
+
+
+def _descendants(pid: int) -> list[int]:
+    return [found for child in _children(pid) for found in (child, *_descendants(child))]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _children(pid: int) -> list[int]:
