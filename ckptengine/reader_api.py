@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -33,6 +33,7 @@ from ckptengine.format.shard import ShardHeader
 from ckptengine.format.tree import leaf, leaves
 from ckptengine.read import trees, world
 from ckptengine.read.cache import BlockCache
+from ckptengine.read.merged import MergedTree
 from ckptengine.read.reader import ShardReader
 from ckptengine.read.selection import select
 from ckptengine.read.shards import open_header, shard_path
@@ -79,7 +80,7 @@ class CheckpointReader:
         self._headers: dict[int, ShardHeader] = {}
         self._tensors: StepTensors | None = None
         self._own: dict[int, dict[str, list[Piece]]] = {}
-        self._merged: _MergedTree | None = None
+        self._merged: MergedTree | None = None
         with ExitStack() as stack:
             self.manifest: Manifest = stack.enter_context(held_manifest(store, step_path))
             self._held: ExitStack | None = stack.pop_all()
@@ -288,10 +289,14 @@ class CheckpointReader:
             raise CorruptCheckpointError(f"the tensor is not whole: {problem}", path=self.path, fqn=fqn)
         return chunks
 
-    def _merged_tree(self) -> _MergedTree:
+    def _merged_tree(self) -> MergedTree:
         with self._lock:
             if self._merged is None:
-                self._merged = _MergedTree(self._all_headers())
+                first, *others = self._all_headers()
+                merged = MergedTree(first, self._header)
+                for header in others:
+                    merged.add(header)
+                self._merged = merged
             return self._merged
 
     def _tree(self, rank: int | None) -> Any:
@@ -376,38 +381,6 @@ class TensorSlice:
             self._reader._confirm(self.fqn, self._pieces, request.destinations)
             self._reader._deliver(request)
             return selected()
-
-
-class _MergedTree:
-    """The trees of all ranks as one. leaves: for each of its tensors the rank, the number it has there, and
-    its FQN."""
-
-    def __init__(self, headers: Sequence[ShardHeader]) -> None:
-        self.leaves: list[tuple[int, int, str]] = []
-        self._fqns = [_stored_fqns(header) for header in headers]
-        self.tree = self._labelled(headers[0])
-        for header in headers[1:]:
-            self.tree = trees.merge(self.tree, self._labelled(header))
-
-    def _labelled(self, header: ShardHeader) -> Any:
-        names = header.leaf_names
-        fqns = [*self._fqns[header.rank].values()]
-        fqns += (self._fqns[owner].get(name, name) for name, owner in header.replicas.items())
-
-        def label(number: int) -> int:
-            self.leaves.append((header.rank, number, fqns[number]))
-            return len(self.leaves) - 1
-
-        def same(numbers: list[int]) -> bool:
-            return len({fqns[i] for i in numbers}) == 1 and all(names[i] != fqns[i] for i in numbers)
-
-        return trees.relabel(header.tree, label, same)
-
-
-def _stored_fqns(header: ShardHeader) -> dict[str, str]:
-    """For each entry of a shard, in leaf order, the name of the tensor that it is, or is a part of."""
-    fqns = {entry.name: world.tensor_name(entry.name, entry.chunk) for entry in header.tensors}
-    return fqns | {view.name: world.tensor_name(view.name, view.chunk) for view in header.views}
 
 
 def _key_text(key: Any) -> str:

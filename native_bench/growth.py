@@ -10,6 +10,7 @@ import argparse
 import json
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,12 +21,15 @@ from typing import Any
 
 import torch
 
-from ckptengine.catalog.catalog import latest
+from ckptengine.catalog.catalog import latest, read_manifest
 from ckptengine.format.columns import IndexBuilder
+from ckptengine.format.geometry import Chunk
 from ckptengine.format.index import decode_index, encode_index
 from ckptengine.format.manifest import decode_manifest, encode_manifest
 from ckptengine.format.names import MANIFEST_NAME, step_dirname
 from ckptengine.format.scan import HeaderScanner
+from ckptengine.read.held import held_tensors
+from ckptengine.read.reshard import parts_of
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockReader
 from ckptengine.testing.synthetic import World, shard_file, write_step
@@ -130,6 +134,60 @@ def index(ranks: int, tensors: int) -> list[Figure]:
     ]
 
 
+def resharding(folder: Path, ranks: int, tensors: int) -> list[Figure]:
+    """What a rank of a quarter as many does before it reads, in a process of its own: its memory counts,
+    too."""
+    path = write_step(folder / "resharding", World(ranks, tensors), shards=())
+    alone = []
+    for share in (4, 8):
+        command = [sys.executable, "-m", "native_bench.growth", "--plan", path, "--share", str(share)]
+        runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(3)]
+        alone.append([json.loads(run.stdout) for run in runs])
+    seconds, nbytes, _ = map(max, zip(*alone[0], strict=True))
+    of_a_share = [statistics.median(run[2] for run in runs) for runs in alone]
+    what = f"{ranks} -> {ranks // 4} ranks x {tensors} tensors"
+    return [
+        Figure(f"resharding plan of a rank, {what}", seconds, "s", 2.0),
+        Figure("resharding plan, growth of peak memory", nbytes / 2**20, "MiB", 500.0),
+        Figure(
+            "resharding plan, for 8 shards / for 4, without opening INDEX",
+            of_a_share[1] / of_a_share[0],
+            "",
+            2.2,
+        ),
+    ]
+
+
+def plan_of_a_rank(path: str, share: int) -> tuple[float, float, float]:
+    """CPU seconds and bytes that it takes to plan the read of `share` neighbouring ranks' chunks of all
+    tensors; and seconds of that without opening manifest and INDEX."""
+    before = _peak_nbytes()
+    began = time.process_time()
+    store = PosixStore()
+    manifest = read_manifest(store, path)
+    held = held_tensors(store, path, manifest, list)
+    opened = time.process_time()
+    first = manifest.world_size // 2
+    parts = 0
+    for name in held.names():
+        found = held.find(name)
+        if found is not None and found.sharded:
+            rows = found.rows
+            begin = int(rows.offsets[first, 0])
+            size = int(rows.offsets[first + share, 0]) - begin
+            chunk = Chunk(rows.global_shape, (begin, 0), (size, *rows.global_shape[1:]))
+            parts += len(parts_of(rows, chunk).parts)
+    planned = time.process_time()
+    assert parts == share * (len(held.names()) - 1)
+    return planned - began, _peak_nbytes() - before, planned - opened
+
+
+def _peak_nbytes() -> int:
+    """Of this program's memory; getrusage also counts that of the program which started it."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line[:6] == "VmHWM:")
+    return 1024 * int(line.split()[1])
+
+
 def commit(folder: Path, ranks: int, tensors: int) -> list[Figure]:
     """What the committer does with headers that it has read; and the manifest."""
     world = World(ranks, tensors)
@@ -168,7 +226,7 @@ def _median(work: Callable[[], Any], rounds: int = ROUNDS) -> tuple[float, Any]:
 
 def measure(*, quick: bool = False) -> list[Figure]:
     """All figures; quick: of a small world, to see that it works."""
-    ranks, tensors, steps = (64, 20, 50) if quick else (4096, 500, 1000)
+    ranks, tensors, steps, resharded = (64, 20, 50, 20) if quick else (4096, 500, 1000, 1000)
     with tempfile.TemporaryDirectory(prefix="ckpt-growth-") as name:
         folder = Path(name)
         return [
@@ -176,6 +234,7 @@ def measure(*, quick: bool = False) -> list[Figure]:
             *restore_metadata(folder, ranks, tensors),
             *newest_step(folder, steps),
             *commit(folder, ranks, tensors),
+            *resharding(folder, ranks, resharded),
         ]
 
 
@@ -207,7 +266,13 @@ def _bound(figure: Figure) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m native_bench.growth", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small world, to see that it works")
-    figures = measure(quick=parser.parse_args().quick)
+    parser.add_argument("--plan", metavar="STEP", help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, default=4, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.plan is not None:
+        print(json.dumps(plan_of_a_rank(given.plan, given.share)))
+        return 0
+    figures = measure(quick=given.quick)
     print(json.dumps([asdict(figure) for figure in figures], indent=2))
     return int(any(figure.target is not None and figure.value > figure.target for figure in figures))
 

@@ -32,6 +32,8 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 class IndexContent(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The msgpack of INDEX: lists parallel to `names`, then columns, one row for each stored chunk.
 
+    Columns are parts of the memory they were decoded from, as all of them together may take hundreds of MiB.
+
     The last five came later: where they are None, the headers know more than this index.
     """
 
@@ -40,14 +42,14 @@ class IndexContent(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     dtype: list[str]
     global_shape: list[tuple[Size, ...]]
     flat_of: list[tuple[Size, ...] | None]
-    name: bytes
-    rank: bytes
-    ndim: bytes
-    offsets: bytes
-    shape: bytes
-    start: bytes
-    stop: bytes
-    sharded: bytes | None = None
+    name: memoryview
+    rank: memoryview
+    ndim: memoryview
+    offsets: memoryview
+    shape: memoryview
+    start: memoryview
+    stop: memoryview
+    sharded: memoryview | None = None
     hidden: list[str] | None = None
     partial: list[str] | None = None
     per_rank: list[str] | None = None
@@ -251,16 +253,21 @@ class IndexBuilder:
             dtype=[info[0] for info in infos],
             global_shape=[info[1] for info in infos],
             flat_of=[info[2] for info in infos],
-            name=number[rows].astype("<u4").tobytes(),
-            rank=rank[rows].tobytes(),
-            ndim=taken.tobytes(),
-            offsets=column["offsets"][dims].astype("<i8", copy=False).tobytes(),
-            shape=column["shape"][dims].astype("<i8", copy=False).tobytes(),
-            start=column["start"][rows].astype("<u8", copy=False).tobytes(),
-            stop=column["stop"][rows].astype("<u8", copy=False).tobytes(),
-            sharded=column["sharded"][rows].tobytes(),
+            name=_bytes(number[rows], "<u4"),
+            rank=_bytes(rank[rows], "<u4"),
+            ndim=_bytes(taken, "u1"),
+            offsets=_bytes(column["offsets"][dims], "<i8"),
+            shape=_bytes(column["shape"][dims], "<i8"),
+            start=_bytes(column["start"][rows], "<u8"),
+            stop=_bytes(column["stop"][rows], "<u8"),
+            sharded=_bytes(column["sharded"][rows], "u1"),
             hidden=sorted(self._hidden),
             partial=sorted(self._partial),
             per_rank=sorted(per_rank.differing),
             some_ranks=sorted(per_rank.some_ranks),
         )
+
+
+def _bytes(column: NDArray[Any], dtype: str) -> memoryview:
+    # Through bytes: numpy's own memoryview of an empty array cannot be cast.
+    return memoryview(column.astype(dtype, copy=False).tobytes())

@@ -7,11 +7,11 @@ manifest's.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zstandard
@@ -25,7 +25,7 @@ from ckptengine.format.columns import (
 )
 from ckptengine.format.digest import DIGEST_NBYTES, digest
 from ckptengine.format.entries import ShardHeader
-from ckptengine.format.geometry import Chunk
+from ckptengine.format.geometry import Chunk, c_strides
 from ckptengine.format.limits import INT64_MAX, MAX_INDEX_NBYTES
 from ckptengine.format.names import AttemptId
 from ckptengine.format.per_rank import PerRank
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _VERSION = 1
 _MAGIC = b"CKPTIDX"
 _HEAD = struct.Struct("<7sBQ")
+_ROWS_AT_ONCE = 1 << 18
+"""Chunks that are checked at once: the columns of thousands of ranks have millions of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,52 @@ class IndexedChunk:
     start: int
     stop: int
     sharded: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkRows:
+    """The stored chunks of one tensor, by rank, as columns: what `Index.chunks` tells, for many ranks.
+
+    offsets, shape: a row for each chunk. start: its first byte in its rank's data section. strides: of the
+    elements of chunks that are not in C order there, by row.
+    """
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    flat_of: tuple[int, ...] | None
+    rank: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    shape: NDArray[np.int64]
+    start: NDArray[np.int64]
+    sharded: NDArray[np.bool_]
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def strides_of(self, row: int) -> tuple[int, ...]:
+        """In elements, of the bytes in the data section."""
+        given = self.strides.get(row)
+        return c_strides(self.shape[row].tolist()) if given is None else given
+
+    def only(self, rows: Sequence[int] | NDArray[Any]) -> ChunkRows:
+        """Some of the rows, by their numbers or by a mask."""
+        import numpy as np
+
+        numbers = np.arange(len(self))[rows]
+        return ChunkRows(
+            self.dtype,
+            self.global_shape,
+            self.flat_of,
+            self.rank[numbers],
+            self.offsets[numbers],
+            self.shape[numbers],
+            self.start[numbers],
+            self.sharded[numbers],
+            {new: self.strides[old] for new, old in enumerate(numbers.tolist()) if old in self.strides}
+            if self.strides
+            else {},
+        )
 
 
 class Index:
@@ -143,6 +191,31 @@ class Index:
         columns = zip(ranks, chunks, starts, stops, sharded, strict=True)
         return [IndexedChunk(name, *values) for values in columns]
 
+    def rows(self, name: str) -> ChunkRows:
+        """The stored chunks of a tensor, by rank, as columns; `KeyError` if there is none of that name."""
+        import numpy as np
+
+        number = self._numbers[name]
+        dtype, global_shape, flat_of = self._infos[number]
+        rows = slice(int(self._rows[number]), int(self._rows[number + 1]))
+        count, ndim = rows.stop - rows.start, len(global_shape)
+        dims = slice(int(self._dims[rows.start]), int(self._dims[rows.stop]))
+        shape = self._shape[dims].reshape(count, ndim)
+        if self._sharded is None:
+            sharded = (shape != np.array(global_shape, np.int64)).any(axis=1)
+        else:
+            sharded = self._sharded[rows].astype(np.bool_)
+        return ChunkRows(
+            dtype,
+            global_shape,
+            flat_of,
+            self._rank[rows].astype(np.int64),
+            self._offsets[dims].reshape(count, ndim),
+            shape,
+            self._start[rows].astype(np.int64),
+            sharded,
+        )
+
     def _validate(self) -> None:
         import numpy as np
 
@@ -172,38 +245,44 @@ class Index:
         if self._name[-1] >= len(self._names) or np.any(self._name[1:] < self._name[:-1]):
             raise ValueError("chunks are not ordered by name, or of a name that is not there")
         ndims = np.array([len(shape) for _, shape, _ in self._infos], dtype=np.int64)
-        if np.any(ndims[self._name] != self._ndim):
-            raise ValueError("a chunk's ndim is not its tensor's")
-        sizes = self._per_chunk_sizes(ndims)
-        inside = (self._offsets >= 0) & (self._shape >= 0) & (self._shape <= sizes)
-        if not np.all(inside) or np.any(self._offsets > sizes - self._shape):
-            raise ValueError("a chunk is not inside its tensor")
+        sizes = np.array([size for _, shape, _ in self._infos for size in shape], dtype=np.int64)
+        firsts = np.concatenate(([0], np.cumsum(ndims)))
         itemsizes = np.array([dtypes.itemsize(dtype) for dtype, _, _ in self._infos], dtype=np.uint64)
-        nbytes = self._nelem() * itemsizes[self._name]
-        if np.any(self._stop < self._start) or np.any(self._stop - self._start != nbytes):
-            raise ValueError("a chunk's bytes are not as many as its elements need")
-        if np.any(self._stop > INT64_MAX):
-            raise ValueError("a chunk's bytes overflow 64 bits")
+        for start in range(0, count, _ROWS_AT_ONCE):
+            rows = slice(start, min(start + _ROWS_AT_ONCE, count))
+            self._validate_rows(rows, ndims, firsts, sizes, itemsizes)
 
-    def _per_chunk_sizes(self, ndims: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The global sizes, laid out as the `offsets` and `shape` columns are."""
+    def _validate_rows(
+        self,
+        rows: slice,
+        ndims: NDArray[np.int64],
+        firsts: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        itemsizes: NDArray[np.uint64],
+    ) -> None:
+        """Some of the chunks. firsts: where in `sizes`, which has the global sizes, a tensor's begin."""
         import numpy as np
 
-        flat = np.array([size for _, shape, _ in self._infos for size in shape], dtype=np.int64)
-        first = np.concatenate(([0], np.cumsum(ndims)))[self._name]
-        within = np.arange(self._dims[-1]) - np.repeat(self._dims[:-1], self._ndim)
-        sizes: NDArray[np.int64] = flat[np.repeat(first, self._ndim) + within]
-        return sizes
-
-    def _nelem(self) -> NDArray[np.uint64]:
-        """Elements per chunk. No product overflows: a chunk is inside its tensor, whose size was checked."""
-        import numpy as np
-
-        nelem = np.ones(len(self._name), dtype=np.uint64)
-        has_dims = np.flatnonzero(self._ndim)
+        name, ndim = self._name[rows], self._ndim[rows]
+        if np.any(ndims[name] != ndim):
+            raise ValueError("a chunk's ndim is not its tensor's")
+        begins = self._dims[rows] - self._dims[rows.start]
+        dims = slice(int(self._dims[rows.start]), int(self._dims[rows.stop]))
+        offsets, shape = self._offsets[dims], self._shape[dims]
+        whole = sizes[np.repeat(firsts[name] - begins, ndim) + np.arange(len(shape))]
+        inside = (offsets >= 0) & (shape >= 0) & (shape <= whole)
+        if not np.all(inside) or np.any(offsets > whole - shape):
+            raise ValueError("a chunk is not inside its tensor")
+        # No product overflows: a chunk is inside its tensor, whose size was checked.
+        nelem = np.ones(len(name), dtype=np.uint64)
+        has_dims = np.flatnonzero(ndim)
         if len(has_dims):
-            nelem[has_dims] = np.multiply.reduceat(self._shape.astype(np.uint64), self._dims[:-1][has_dims])
-        return nelem
+            nelem[has_dims] = np.multiply.reduceat(shape.astype(np.uint64), begins[has_dims])
+        start, stop = self._start[rows], self._stop[rows]
+        if np.any(stop < start) or np.any(stop - start != nelem * itemsizes[name]):
+            raise ValueError("a chunk's bytes are not as many as its elements need")
+        if np.any(stop > INT64_MAX):
+            raise ValueError("a chunk's bytes overflow 64 bits")
 
 
 def index_from_headers(headers: Iterable[ShardHeader]) -> Index:

@@ -24,7 +24,7 @@ def first_gap(shape: tuple[int, ...], chunks: Iterable[Region]) -> Region | None
     for chunk in sorted(chunks):
         if not left:
             break
-        left = [piece for one in left for piece in _subtract(one, chunk)]
+        left = [piece for one in left for piece in subtract(one, chunk)]
     return min(left) if left else None
 
 
@@ -33,12 +33,8 @@ def describe(gap: Region) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in gap)}]"
 
 
-def _is_empty(area: Region) -> bool:
-    return any(stop <= start for start, stop in area)
-
-
-def _subtract(area: Region, cut: Region) -> list[Region]:
-    """What is left of `area`, as disjoint regions."""
+def subtract(area: Region, cut: Region) -> list[Region]:
+    """What a cut leaves of `area`, as disjoint regions."""
     if any(cut[d][0] >= stop or cut[d][1] <= start for d, (start, stop) in enumerate(area)) or _is_empty(cut):
         return [area]
     left = []
@@ -50,3 +46,7 @@ def _subtract(area: Region, cut: Region) -> list[Region]:
             left.append((*area[:d], (high, stop), *area[d + 1 :]))
         area = (*area[:d], (low, high), *area[d + 1 :])
     return left
+
+
+def _is_empty(area: Region) -> bool:
+    return any(stop <= start for start, stop in area)

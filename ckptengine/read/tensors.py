@@ -150,12 +150,26 @@ def _piece(index: Index, found: IndexedChunk) -> Piece:
 
 
 def _read_index(store: Store, step_path: str, manifest: Manifest) -> _IndexTensors | None:
-    """None where the headers have to be asked instead: they are few, or INDEX is missing, damaged, or tells
-    less than is needed here. It is only a copy of what they say."""
-    ref = manifest.index
+    """None where the headers have to be asked instead: they are few, or INDEX does not tell enough."""
+    if are_few(manifest):
+        return None
+    index = read_index(store, step_path, manifest)
+    if index is None or index.partial is None or any("@" in name for name in index.partial):
+        return None
+    return _IndexTensors(index, index.partial)
+
+
+def are_few(manifest: Manifest) -> bool:
+    """Is reading all headers as good as reading INDEX?"""
     total = sum(shard.header_nbytes for shard in manifest.shards)
-    few = len(manifest.shards) <= HEADERS_UP_TO_SHARDS and total <= HEADERS_UP_TO_NBYTES
-    if ref is None or few:
+    return len(manifest.shards) <= HEADERS_UP_TO_SHARDS and total <= HEADERS_UP_TO_NBYTES
+
+
+def read_index(store: Store, step_path: str, manifest: Manifest) -> Index | None:
+    """INDEX, if it is there and is the one that the manifest names. It is only a copy of what the headers
+    say."""
+    ref = manifest.index
+    if ref is None:
         return None
     from ckptengine.format.index import decode_index
 
@@ -165,10 +179,7 @@ def _read_index(store: Store, step_path: str, manifest: Manifest) -> _IndexTenso
         if hexdigest(data) != ref.digest:
             logger.info("reading all shard headers: %s is not the one the manifest names", path)
             return None
-        index = decode_index(data, path=path)
+        return decode_index(data, path=path)
     except (CheckpointError, FileNotFoundError) as error:
         logger.info("reading all shard headers, as INDEX cannot be read: %s", error)
         return None
-    if index.partial is None or any("@" in name for name in index.partial):
-        return None
-    return _IndexTensors(index, index.partial)
