@@ -24,6 +24,8 @@ from native_bench.peers import make
 from native_bench.peers.base import Peer, Place, files_below
 
 POISON = 0xA5
+SPARE_DESCRIPTORS = 1000
+"""For libraries, pipes and files."""
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -199,6 +201,23 @@ def _fsync(path: str) -> None:
         os.close(fd)
 
 
+def _room_for_descriptors(count: int) -> str | None:
+    """Let this process and its helpers have so many, beside what they have anyway. Why they cannot, or
+    None."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + SPARE_DESCRIPTORS
+    if not count or needed <= soft:
+        return None
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, max(needed, hard)))
+    except (OSError, ValueError):  # not allowed; or more than any process may have (fs.nr_open)
+        return (
+            f"needs {needed:,} file descriptors; a process may have {hard:,} here (`ulimit -Hn`), and raising "
+            "that takes CAP_SYS_RESOURCE"
+        )
+    return None
+
+
 def _describe(error: BaseException) -> str:
     traceback.print_exception(error)  # whole, into the worker's log
     return f"{type(error).__name__}: {error}"[:1000]
@@ -221,6 +240,7 @@ def main(setup: Setup) -> None:
         limit = peer.traits.max_ranks
         if missing is None and limit is not None and setup.case.world_size > limit:
             missing = f"measured on at most {limit} rank{'s' if limit > 1 else ''}"
+        missing = missing or _room_for_descriptors(peer.traits.descriptors * setup.case.count)
         traits = msgspec.to_builtins(peer.traits)
         if missing is None:
             worker = Worker(setup, peer)

@@ -29,6 +29,7 @@ class Traits:
         the files of that one.
     fresh: whether a worker serves one turn only, after an untimed save, since memory of the last state cannot
         be had back from it or its helpers.
+    descriptors: how many a process of it needs per tensor, at most.
     holds: memory it keeps between two saves, as a multiple of the state.
     max_ranks: None: any.
     limit: no checkpoint system, but a limit of the machine reached without one.
@@ -43,6 +44,7 @@ class Traits:
     restores_like: str | None = None
     saves_like: str | None = None
     fresh: bool = False
+    descriptors: int = 0
     holds: int = 0
     max_ranks: int | None = None
     limit: bool = False

@@ -36,6 +36,8 @@ class TorchAsync(TorchSave):
         group=True,
         restores_like="torch",
         fresh=True,
+        # Each lies in shared memory of its own, of the untimed save before and of this one.
+        descriptors=2,
     )
 
     def missing(self) -> str | None:

@@ -88,6 +88,10 @@ class Absent(Sync):
         return "not installed (of_all_things)"
 
 
+class Greedy(Sync):
+    traits = Traits(name="greedy", title="greedy", how="", descriptors=10**9)
+
+
 class Littering(TorchSave):
     """Leaves a helper process behind."""
 

@@ -245,6 +245,30 @@ def test_a_missing_system_says_so_when_it_starts(memory: tuple[int, int], nurser
         team.wait()
 
 
+def test_a_system_that_needs_more_descriptors_than_there_may_be_says_so(
+    memory: tuple[int, int], nursery: Nursery
+) -> None:
+    team = Team(FAKES + "Greedy", TINY, [memory], nursery)
+    with pytest.raises(Missing, match=r"needs 18,?000,?001,?000 file descriptors.*ulimit -Hn"):
+        team.wait()
+
+
+def test_the_limit_of_descriptors_is_raised_as_far_as_needed() -> None:
+    script = (
+        "import resource; from native_bench.worker import _room_for_descriptors as room;"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard));"
+        "print(room(0), *resource.getrlimit(resource.RLIMIT_NOFILE));"
+        "print(room(50), *resource.getrlimit(resource.RLIMIT_NOFILE), hard)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    first, second = (line.split() for line in done.stdout.splitlines())
+    assert first == ["None", "100", second[3]]
+    assert second == ["None", "1050", second[3], second[3]]
+
+
 def test_an_interrupted_run_leaves_nothing_but_its_results(tmp_path: Path) -> None:
     work, out = tmp_path / "work", tmp_path / "out"
     work.mkdir()
