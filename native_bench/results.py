@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,9 @@ import msgspec
 from native_bench.cases import Case
 
 FORMAT = 1
+
+TIMED = ("stall_s", "save_s", "restore_cold_s", "restore_hot_s", "memcpy_s", "turn_s")
+"""Figures of which ratios are made."""
 
 NATIVE = "native"
 """The name under which the native programs' limits stand among the systems."""
@@ -107,7 +110,8 @@ def write(results: Results, path: str) -> None:
 
 
 def read(path: str) -> Results:
-    """Raises ValueError if the file is none, or of another version."""
+    """Raises ValueError if the file is none, or of another version, or has figures that cannot have been
+    measured; it names the file and the field."""
     with open(path, "rb") as file:
         try:
             results = msgspec.json.decode(file.read(), type=Results)
@@ -115,4 +119,48 @@ def read(path: str) -> Results:
             raise ValueError(f"{path} is no result of native_bench: {exc}") from exc
     if results.format != FORMAT:
         raise ValueError(f"{path} has format {results.format}; this version reads {FORMAT}")
+    try:
+        msgspec.convert(results.machine, _Machine)
+    except msgspec.ValidationError as exc:
+        raise ValueError(f"{path} is no result of native_bench: {exc}, in `$.machine`") from exc
+    if problem := next(_problems(results), None):
+        raise ValueError(f"{path} is no result of native_bench: {problem}")
     return results
+
+
+class _Mount(msgspec.Struct):
+    file_system: str | None = None
+    device: str | None = None
+
+
+class _Machine(msgspec.Struct):
+    """What the report shows of `Results.machine`."""
+
+    cpu_model: str | None = None
+    cores: float = 0.0
+    memory_total: float = 0.0
+    memory_available: float = 0.0
+    transparent_huge_pages: str | None = None
+    load: list[float] = []
+    kernel: str | None = None
+    python: str | None = None
+    warnings: list[str] = []
+    mount: _Mount | None = None
+
+
+def _problems(results: Results) -> Iterator[str]:
+    """What is of the right type, but nothing that a run leaves behind: ratios cannot be made of it."""
+    for i, case in enumerate(results.cases):
+        for name in ("nbytes", "tensors"):
+            if getattr(case, name) <= 0:
+                yield f"{getattr(case, name)} is not above 0 - at `$.cases[{i}].{name}`"
+        for j, system in enumerate(case.systems):
+            at = f"$.cases[{i}].systems[{j}].samples"
+            for figure, values in system.samples.items():
+                if not values:
+                    yield f"no samples - at `{at}.{figure}` ({system.name} in {case.case.name})"
+                for k, value in enumerate(values):
+                    if value < 0 or (value == 0 and figure in TIMED):
+                        least = "above 0" if figure in TIMED else "0 or more"
+                        where = f"{at}.{figure}[{k}]` ({system.name} in {case.case.name})"
+                        yield f"{value:g} s is not {least} - at `{where}"

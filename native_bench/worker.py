@@ -212,8 +212,8 @@ def _room_for_descriptors(count: int) -> str | None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, max(needed, hard)))
     except (OSError, ValueError):  # not allowed; or more than any process may have (fs.nr_open)
         return (
-            f"needs {needed:,} file descriptors; a process may have {hard:,} here (`ulimit -Hn`), and raising "
-            "that takes CAP_SYS_RESOURCE"
+            f"needs {needed:,} file descriptors; a process may have {hard:,} here (`ulimit -Hn`), and "
+            "raising that takes CAP_SYS_RESOURCE"
         )
     return None
 

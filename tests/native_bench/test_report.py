@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -235,6 +237,53 @@ def test_what_was_measured_beside_the_comparison_is_in_the_report() -> None:
     text = report.render(made_up(), sections=[other])
     assert "Measured on 2026-01-03." in text
     assert "| What grows | failed: no memory | – | – |  |" in text
+
+
+def put(raw: dict[str, Any], path: str, value: object) -> None:
+    """Into decoded JSON, by a path as msgspec writes it."""
+    *inner, last = re.findall(r"\w+", path)
+    at: Any = raw
+    for part in inner:
+        at = at[int(part) if part.isdigit() else part]
+    at[int(last) if last.isdigit() else last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("$.cases[0].systems[1].samples.save_s[2]", "fast", "Expected `float`, got `str`"),
+        ("$.cases[0].systems[1].samples.save_s", 1.5, "Expected `array`, got `float`"),
+        ("$.cases[0].systems[1].samples.save_s", [], "no samples"),
+        ("$.cases[1].systems[0].samples.memcpy_s[0]", 0.0, "0 s is not above 0"),
+        ("$.cases[0].systems[2].samples.restore_hot_s[4]", -1.0, "-1 s is not above 0"),
+        ("$.cases[0].nbytes", 0, "0 is not above 0"),
+        ("$.cases[1].tensors", 0, "0 is not above 0"),
+        ("$.cases", None, "Expected `array`, got `null`"),
+        ("$.machine.load", ["a", "b"], "Expected `float`, got `str`"),
+        ("$.machine.mount", 3, "Expected `object | null`, got `int`"),
+        ("$.machine.memory_total", "much", "Expected `float`, got `str`"),
+        ("$.started", 7, "Expected `str`, got `int`"),
+    ],
+)
+def test_results_that_nothing_measured_are_named_by_file_and_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, value: object, said: str
+) -> None:
+    file = tmp_path / "results.json"
+    raw = msgspec.json.decode(msgspec.json.encode(made_up()))
+    raw["machine"] = {"load": [0.1, 0.2, 0.3], "mount": {"file_system": "ext4"}, "cores": 2.0}
+    file.write_bytes(msgspec.json.encode(raw))
+    assert main(["report", str(file), "--document", "-"]) == 0
+    put(raw, path, value)
+    file.write_bytes(msgspec.json.encode(raw))
+    capsys.readouterr()
+    assert main(["report", str(file), "--document", "-"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"native_bench: {file} is no result of native_bench: ")
+    assert said in error
+    shown = path.removeprefix("$.machine").removeprefix("$")
+    # Where the type is wrong, msgspec does not say at which key of a mapping.
+    assert shown in error or re.sub(r"samples\.\w+", "samples[...]", shown) in error
+    assert ("$.machine" in error) == path.startswith("$.machine")
 
 
 def test_the_report_command_writes_document_pictures_and_readme(tmp_path: Path) -> None:
