@@ -62,9 +62,10 @@ def run_save(
     reporter = _Reporter(task, arena.status)
     draft = None
     try:
+        header = bytes(arena.payload[: task.header_nbytes])
         if task.rank == COORDINATOR:
-            draft = begin_draft(bytes(arena.payload[: task.header_nbytes]), task.world_size)
-        receipt = _make_durable(task, store, transport, arena, reporter, history)
+            draft = begin_draft(header, task.world_size)
+        receipt = _make_durable(task, store, transport, arena, header, reporter, history)
     except Exception as error:
         logger.warning("step %d, attempt %s, rank %d: %s", task.step, task.attempt, task.rank, error)
         receipt = Receipt(rank=task.rank, failure=Failure.of(error, task.rank))
@@ -122,13 +123,13 @@ def _make_durable(
     store: Store,
     transport: Transport,
     arena: Arena,
+    header: bytes,
     reporter: _Reporter,
     history: History,
 ) -> Receipt:
     notes = _prepare_directory(task, store, transport)
     reporter.writing()
     payload = arena.payload
-    header = bytes(payload[: task.header_nbytes])
     data = payload[task.data_offset : task.data_offset + task.data_nbytes]
     template = HeaderTemplate(
         data=header,
