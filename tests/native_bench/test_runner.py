@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from native_bench import ground, results, runner
-from native_bench.__main__ import main
-from native_bench.cases import MIB, Case, fill, layout
+from native_bench.__main__ import ALL, main
+from native_bench.cases import FULL, MIB, Case, fill, layout
 from native_bench.nursery import Nursery
 from native_bench.pace import enough
 from native_bench.results import CaseResult, Results, System
@@ -366,6 +366,22 @@ def test_a_run_can_be_added_to_another(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "report.md").read_text()
     assert "## One rank, 500 tensors" in text
     assert "## What grows" in text
+
+
+@pytest.mark.parametrize(
+    ("available_gib", "left_out"), [(21, []), (19, ["engine-sync"]), (17, ["engine-sync", "engine-overlap"])]
+)
+def test_systems_that_memory_has_no_room_for_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available_gib: int, left_out: list[str]
+) -> None:
+    """The whole comparison fits into a machine of 24 GiB."""
+    monkeypatch.setattr(runner, "available_memory", lambda: available_gib << 30)
+    large = next(case for case in FULL if case.name == "large")
+    plan = runner.Plan(mode="full", cases=(large,), systems=ALL, directory=tmp_path)
+    found = runner.new_results("full")
+    bench = runner._Bench(plan, large, tmp_path, found, lambda _: None, lambda: None, None, None)  # type: ignore[arg-type]
+    assert bench._that_fit(list(ALL)) == [name for name in ALL if name not in left_out]
+    assert list(found.cases[0].skipped) == left_out
 
 
 def test_systems_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
