@@ -29,6 +29,9 @@ from ckptengine.monitor import Run
 from ckptengine.restorer import restore
 from ckptengine.saver import Saver
 from ckptengine.storage.posix import PosixStore
+from ckptengine.storage.store import Store
+from ckptengine.storage.traced import TracedStore
+from ckptengine.tracing import recorder
 from ckptengine.write.messages import TransportSpec
 
 logger = logging.getLogger(__name__)
@@ -66,17 +69,24 @@ class Checkpointer:
             raise TypeError(f"config is a ckptengine.Config, not a {type(config).__name__}")
         self.root = os.path.abspath(os.fsdecode(root))
         self.config = config if config is not None else Config()
-        self._store = PosixStore(direct_io=self.config.direct_io)
+        self._store: Store = PosixStore(direct_io=self.config.direct_io)
         member = c10d.membership(process_group)
         run = _open_root(self._store, self.root, member, self.config)
         self.rank, self.world_size = member.rank, member.world_size
         spec = member.spec(os.path.join(self.root, f"{EXCHANGE_PREFIX}{run}"), prefix=f"ckptengine/{run}/")
-        self._run = Run(self.root, member.rank, member.world_size, self.config, RunId.parse(run), spec)
+        directory = None if self.config.trace is None else os.path.abspath(self.config.trace)
+        self._run = Run(
+            self.root, member.rank, member.world_size, self.config, RunId.parse(run), spec, directory
+        )
         self._transport = _connect(spec, member.rank)
         self._group = Group(
             member.rank, member.world_size, self._transport, f"{run}/group", self.config.agree_timeout_s
         )
         self._agree_on_setup()
+        self._trace: recorder.Recorder | None = None
+        if directory is not None:
+            self._trace = recorder.start(directory, self.rank, "trainer")
+            self._store = TracedStore(self._store, self.root)
         self._saver = Saver(self._run, self._store, self._transport, process_group)
         self._closed = False
         self._pid = os.getpid()
@@ -103,14 +113,16 @@ class Checkpointer:
         having asked its handle (`Config.on_error`).
         """
         self._check_open()
-        return self._saver.save(step, state, metadata)
+        with recorder.span("async_save", "whole", {"step": step}):
+            return self._saver.save(step, state, metadata)
 
     def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> CommitInfo:
         """`async_save(...).result()`: return when the checkpoint is committed, and that a little sooner: as
         the caller waits anyway, a raw shard begins to be written while the state is still being copied.
         Raises what those two raise."""
         self._check_open()
-        return self._saver.save(step, state, metadata, at_once=True).result()
+        with recorder.span("save", "whole", {"step": step}):
+            return self._saver.save(step, state, metadata, at_once=True).result()
 
     def restore(
         self, state: Any, *, step: int | None = None, strict: bool = True, verify: bool = True
@@ -141,16 +153,20 @@ class Checkpointer:
         self._saver.wait(None)
         # Another Checkpointer's save may be copying what this one overwrites.
         wait_for_copies()
-        return restore(
-            self.root,
-            state,
-            step=step,
-            strict=strict,
-            verify=verify,
-            store=self._store,
-            group=self._group,
-            config=self.config,
-        )
+        try:
+            with recorder.span("restore", "whole"):
+                return restore(
+                    self.root,
+                    state,
+                    step=step,
+                    strict=strict,
+                    verify=verify,
+                    store=self._store,
+                    group=self._group,
+                    config=self.config,
+                )
+        finally:
+            recorder.flush()
 
     @property
     def latest(self) -> int | None:
@@ -222,6 +238,8 @@ class Checkpointer:
         if os.getpid() != self._pid:
             return  # a forked child's copy: the writer, and the thread that looks after it, are its parent's
         self._saver.close(timeout_s, reason)
+        if self._trace is not None:
+            recorder.stop(self._trace)
         _leave_exchange(self._run, self._transport)
         self._transport.close()
 

@@ -46,6 +46,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     commit_timeout_s: from the request of a save to its commit; the save fails on all ranks when it passes.
     stall_timeout_s: a writer that makes no progress for so long is ended and its save fails (a new one has
         at least 300 s to start); not counted while the state is still being copied.
+    trace: a directory, made when there is something to write, in which every process of every rank leaves a
+        file of what it did when, for `ckpt trace`; None: nothing is recorded. A process with several
+        Checkpointers is traced as a whole, from the first that asks for it to the last.
     agree_timeout_s: for ranks to meet and agree (construction, the choice of the step to restore).
     restore_timeout_s: for the slowest rank to read its shard once the fastest one is done.
     """
@@ -66,6 +69,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     on_error: Literal["raise", "warn"] = "raise"
     retries: int = 0
     snapshot: Literal["copy", "overlap"] = "copy"
+    trace: str | None = None
     commit_timeout_s: float = 1800.0
     stall_timeout_s: float = 300.0
     agree_timeout_s: float = 300.0
@@ -119,6 +123,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
                 found = getattr(self, name)
                 problems.append(f"{name} must be in (0, {MAX_TIMEOUT_S:g}] seconds, not {found}")
+        if self.trace == "":
+            problems.append("trace must be a directory or None, not ''")
         if self.storage_gbps is not None and not 0 < self.storage_gbps <= MAX_GBPS:
             problems.append(f"storage_gbps must be in (0, {MAX_GBPS:g}] or None, not {self.storage_gbps}")
         if problems:
@@ -152,5 +158,6 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
         ("a number of seconds", _is_seconds),
     ),
     "storage_gbps": ("a number or None", lambda value: value is None or _is_seconds(value)),
+    "trace": ("a str or None", lambda value: value is None or isinstance(value, str)),
     "allow_pickle": ("True or False", _is_bool),
 }

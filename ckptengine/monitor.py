@@ -32,6 +32,7 @@ from ckptengine.staging.arena import Arena
 from ckptengine.staging.pool import ArenaPool
 from ckptengine.staging.status import StatusPage
 from ckptengine.storage.store import Store
+from ckptengine.tracing import recorder
 from ckptengine.write.messages import (
     Outcome,
     Ready,
@@ -68,6 +69,8 @@ class Run:
     config: Config
     run: RunId
     spec: TransportSpec
+    trace: str | None = None
+    """Where this process is traced to, and its writer is to be."""
 
     @property
     def is_coordinator(self) -> bool:
@@ -198,7 +201,11 @@ class Monitor:
         assert staging.arena is not None
         pending.task = staging.task
         while True:
-            outcome = self._attempt(pending, staging, staging.arena)
+            with recorder.span(
+                "save", "whole", {"step": pending.handle.step, "attempt": str(pending.attempt)}
+            ):
+                outcome = self._attempt(pending, staging, staging.arena)
+            recorder.flush()
             if outcome.committed or not outcome.retry or self._abort is not None:
                 break
             logger.warning(
@@ -291,6 +298,7 @@ class Monitor:
                 )
             if error is not None:
                 return self._give_up(task, error)
+            recorder.flush_if_due()
             time.sleep(pause)
             pause = min(pause * 1.5, POLL_LAST_S)
 

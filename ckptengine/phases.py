@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from ckptengine.tracing.recorder import span
+
 GB = 1e9
 
 
@@ -143,7 +145,8 @@ class Stopwatch:
         """The wall time of what is done within, less that of the phases which are measured inside it."""
         before, began = self._seconds, time.perf_counter()
         try:
-            yield
+            with span(name, "whole"):
+                yield
         finally:
             seconds = time.perf_counter() - began
             inside = self._seconds - before

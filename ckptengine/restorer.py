@@ -38,6 +38,7 @@ from ckptengine.read.reader import ReadStats, read_shard
 from ckptengine.read.shards import open_header, shard_path
 from ckptengine.read.step import held_manifest
 from ckptengine.storage.store import Store
+from ckptengine.tracing.recorder import span
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,8 @@ def _restore_step(
     def read() -> tuple[ReadStats, float]:
         begun = time.perf_counter()
         target.begin(match)
-        stats = shards.read(match, config.io_threads, verify)
+        with span("read the shards", "whole", {"step": assignment.step}):
+            stats = shards.read(match, config.io_threads, verify)
         return stats, time.perf_counter() - begun
 
     stats, read_s = _on_all_ranks(

@@ -27,6 +27,7 @@ from ckptengine.snapshot import Behind, Snapshot, Staging, plan_snapshot
 from ckptengine.staging.arena import Arena
 from ckptengine.staging.pool import ArenaPool
 from ckptengine.storage.store import Store
+from ckptengine.tracing.recorder import span
 from ckptengine.write.messages import ArenaRef, WriteTask
 
 EARLY_NBYTES = 32 << 20
@@ -147,25 +148,27 @@ class Saver:
     ) -> None:
         run, config = self._run, self._run.config
         metadata_tree = encode_value(dict(metadata or {}), path="metadata", allow_pickle=False)
-        flat = flatten(
-            state,
-            allow_pickle=config.allow_pickle,
-            dedup_replicas=run.world_size > 1,
-            process_group=self._process_group,
-        )
-        snapshot = plan_snapshot(
-            flat,
-            attempt=pending.attempt,
-            step=pending.handle.step,
-            rank=run.rank,
-            world_size=run.world_size,
-            config=config,
-        )
+        with span("flatten", "cpu"):
+            flat = flatten(
+                state,
+                allow_pickle=config.allow_pickle,
+                dedup_replicas=run.world_size > 1,
+                process_group=self._process_group,
+            )
+        with span("lay out", "cpu"):
+            snapshot = plan_snapshot(
+                flat,
+                attempt=pending.attempt,
+                step=pending.handle.step,
+                rank=run.rank,
+                world_size=run.world_size,
+                config=config,
+            )
         pending.rank_nbytes = flat.nbytes
         if self._behind is not None:
             self._copy_behind(self._behind, pending, snapshot, metadata_tree)
             return
-        with gc_paused():
+        with gc_paused(), span("encode header", "cpu"):
             _ = snapshot.template  # encoded now
         staging = Staging(run.rank)
 
@@ -198,7 +201,8 @@ class Saver:
         try:
             self._monitor.start_writer()
             if arena is None:
-                arena = self._pool.acquire(snapshot.nbytes, max(pending.deadline - time.time(), 0.0))
+                with span("get arena", "wait", {"wanted": snapshot.nbytes}):
+                    arena = self._pool.acquire(snapshot.nbytes, max(pending.deadline - time.time(), 0.0))
                 snapshot.begin(arena)
             task = self._task(pending, snapshot, arena, metadata_tree)
             if not early:
@@ -254,7 +258,8 @@ class Saver:
         copied."""
         if sum(item.nbytes for item in guard.early) <= EARLY_NBYTES:
             return [*captured(guard.early), *guard.late], None
-        arena = self._pool.acquire(snapshot.nbytes, self._run.config.commit_timeout_s)
+        with span("get arena", "wait", {"wanted": snapshot.nbytes}):
+            arena = self._pool.acquire(snapshot.nbytes, self._run.config.commit_timeout_s)
         try:
             snapshot.begin(arena)
             snapshot.copy(guard.early, arena)
@@ -308,6 +313,7 @@ class Saver:
             metadata=metadata_tree,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
+            trace=run.trace,
         )
 
     def _serial(self, arena: Arena) -> int:

@@ -25,6 +25,7 @@ FLOORS = {
     "events": 0,
     "info": 0,
     "phases": 0,
+    "tracing": 0,
     "format": 1,
     "storage": 2,
     "codecs": 2,

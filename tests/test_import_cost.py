@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptengine.tracing.recorder import Recorder
 from tests.helpers.checkpoints import write_checkpoint
 
 REPORT = "print('IMPORTED', *{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
@@ -52,6 +53,14 @@ def test_a_command_imports_only_what_it_needs(tmp_path: Path, args: list[str], w
     write_checkpoint(tmp_path, 1)
     found = imported_by(RUN, args[0], tmp_path, *args[1:])
     assert not found & without
+
+
+def test_looking_at_a_trace_needs_no_torch(tmp_path: Path) -> None:
+    trace = Recorder(str(tmp_path), 0, "trainer")
+    trace.add("read", "io", 0, 1)
+    trace.close()
+    outputs = ["-o", tmp_path / "out.json", "--svg", tmp_path / "out.svg"]
+    assert not imported_by(RUN, "trace", tmp_path, *outputs) & {"torch", "numpy", "rich"}
 
 
 def test_errors_need_no_torch_either() -> None:

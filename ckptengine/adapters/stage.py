@@ -15,6 +15,7 @@ from ckptengine.adapters.pinning import Queued, copy_from_device
 from ckptengine.adapters.tensors import plain
 from ckptengine.storage import memcopy
 from ckptengine.storage.threads import in_threads
+from ckptengine.tracing import recorder
 
 # Enough for a thread's turn not to show, small enough to spread one large tensor over all threads.
 PIECE_NBYTES = 16 << 20
@@ -49,9 +50,10 @@ def copy_items(
         if offset < 0 or offset + item.nbytes > room:
             raise ValueError(f"{item.name!r} at {offset} does not fit into {room} bytes")
     on_device: list[tuple[torch.Tensor, int]] = []
-    # (offset, work)
-    work: list[tuple[int, Callable[[], object]]] = []
+    # (offset, bytes, work)
+    work: list[tuple[int, int, Callable[[], object]]] = []
     memmove = ctypes.memmove
+    began = recorder.clock()
     for item, offset in zip(items, offsets, strict=True):
         nbytes = item.nbytes
         if not nbytes:
@@ -67,11 +69,13 @@ def copy_items(
             for start in range(0, nbytes, PIECE_NBYTES):
                 length = min(PIECE_NBYTES, nbytes - start)
                 move = partial(memcopy.copy, base + offset + start, address + start, length)
-                work.append((offset + start, move))
+                work.append((offset + start, length, move))
         elif source.is_cuda:
             on_device.append((source, offset))
         else:
-            work.append((offset, partial(_copy_strided, source, payload, offset, nbytes)))
+            work.append((offset, nbytes, partial(_copy_strided, source, payload, offset, nbytes)))
+    if (trace := recorder.current) is not None:
+        trace.add("copy small tensors", "cpu", began, recorder.clock(), {"tensors": len(items)})
     go_on()
     events = copy_from_device(on_device, payload, after) if on_device else []
     if threads is None:
@@ -100,7 +104,7 @@ def _copy_strided(source: torch.Tensor, payload: memoryview, offset: int, nbytes
 
 
 def _do(
-    work: list[tuple[int, Callable[[], object]]],
+    work: list[tuple[int, int, Callable[[], object]]],
     threads: int,
     go_on: Callable[[], None],
     on_staged: Callable[[int], None],
@@ -114,7 +118,11 @@ def _do(
     def step(index: int, go_on: Callable[[], None]) -> None:
         nonlocal first
         go_on()
-        work[index][1]()
+        began = recorder.clock()
+        offset, nbytes, copy = work[index]
+        copy()
+        if (trace := recorder.current) is not None:
+            trace.add("copy", "cpu", began, recorder.clock(), {"offset": offset, "bytes": nbytes})
         with lock:
             done[index] = True
             if index == first:

@@ -15,6 +15,9 @@ from ckptengine.comm.transport import Transport
 from ckptengine.staging.arena import Arena, attach
 from ckptengine.storage.lustre_policy import Striping
 from ckptengine.storage.posix import PosixStore
+from ckptengine.storage.store import Store
+from ckptengine.storage.traced import TracedStore
+from ckptengine.tracing import recorder
 from ckptengine.write.messages import Outcome, TransportSpec, WriteTask, gone_key
 from ckptengine.write.methods import History
 from ckptengine.write.save import forget, report_failure, run_save
@@ -39,12 +42,17 @@ def run(data: bytes) -> None:
     task = msgspec.msgpack.decode(data, type=WriteTask)
     arena = _process.arena(task)
     _process.task, _process.ended = task, False
-    store = PosixStore(task.direct_io, Striping(task.stripe_count, task.stripe_nbytes))
+    store: Store = PosixStore(task.direct_io, Striping(task.stripe_count, task.stripe_nbytes))
+    recorder.follow(task.trace, task.rank, "writer")
+    if task.trace is not None:
+        store = TracedStore(store, task.root)
     try:
         transport = _process.transport(task.transport)
     except ConnectionError as error:
         transport = _Unreachable(str(error))
-    outcome = run_save(task, store, transport, arena, _process.history(task.root))
+    with recorder.span("save", "whole", {"step": task.step, "attempt": task.attempt}):
+        outcome = run_save(task, store, transport, arena, _process.history(task.root))
+    recorder.flush()
     _process.ended = True
     if task.rank == COORDINATOR:
         _process.tidy(task, transport, outcome)

@@ -12,6 +12,7 @@ from ckptengine.cli import guard, render
 from ckptengine.cli.exit_codes import MEANINGS
 from ckptengine.cli.inspect_ import inspect_command
 from ckptengine.cli.list_ import list_command
+from ckptengine.cli.trace_ import trace_command
 from ckptengine.cli.verify_ import verify_command
 
 EXIT_CODES = "Exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in MEANINGS) + "."
@@ -48,7 +49,12 @@ def _about(
 
 _about.__doc__ = guard.reflowed(_about.__doc__ or "")
 app.callback()(_about)
-for _name, _command in (("list", list_command), ("inspect", inspect_command), ("verify", verify_command)):
+for _name, _command in (
+    ("list", list_command),
+    ("inspect", inspect_command),
+    ("verify", verify_command),
+    ("trace", trace_command),
+):
     app.command(_name, epilog=EXIT_CODES, no_args_is_help=True)(guard.guarded(_command))
 
 

@@ -16,6 +16,7 @@ import msgspec
 from ckptengine import errors
 from ckptengine.comm.transport import Transport
 from ckptengine.errors import CheckpointError, CommitTimeoutError, StateMismatchError, StorageError
+from ckptengine.tracing.recorder import span
 
 MAX_FAILURE_TEXT = 8000
 """Characters of an error's message that travel; a status page has room for no more."""
@@ -158,7 +159,7 @@ class Group:
         key = self._next_key()
         if self.world_size == 1:
             return _values(answer([report]))
-        with _connection_named(what):
+        with _connection_named(what), span("wait for all ranks", "wait", {"while": what}):
             return self._exchange(
                 key, report, what, self.timeout_s if timeout_s is None else timeout_s, answer
             )
@@ -199,7 +200,7 @@ class Group:
         """The coordinator gives one value for each rank, or its failure; each rank gets its own and nothing
         else."""
         key = self._next_key()
-        with _connection_named(what):
+        with _connection_named(what), span("wait for the coordinator", "wait", {"while": what}):
             return self._scatter(key, values, failure, what)
 
     def _scatter(self, key: str, values: list[bytes] | None, failure: Failure | None, what: str) -> bytes:

@@ -21,6 +21,7 @@ from ckptengine.read.spent import Spent
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.memcopy import move
 from ckptengine.storage.store import BlockReader, ReadSource
+from ckptengine.tracing import recorder
 
 READ_NBYTES = 8 << 20
 """One read from the disk, and a thread's buffer. Smaller ones are as fast on a local disk, not on a striped
@@ -72,6 +73,7 @@ def deliver(
     hasher = Hasher() if verify else None
     spent = spent if spent is not None else Spent()
     clock = time.monotonic_ns
+    trace = recorder.current
     if source == "direct":
         give = _Giver(copies)
         for start in range(0, nbytes, READ_NBYTES):
@@ -81,6 +83,7 @@ def deliver(
             source = file.pread_into(offset + start, data, source)
             at_hand = clock()
             spent.read_ns += at_hand - began
+            begun = at_hand
             for at in range(0, len(data), PIECE_NBYTES):
                 piece = data[at : at + PIECE_NBYTES]
                 if hasher is not None:
@@ -92,6 +95,9 @@ def deliver(
                 spent.verify_ns += digested - at_hand
                 at_hand = clock()
                 spent.scatter_ns += at_hand - digested
+            if trace is not None:
+                # They take turns, piece by piece.
+                trace.add(_name(verify, bool(copies)), "cpu", begun, at_hand, {"bytes": len(data)})
         return hasher and hasher.digest(), source
     # Through a cold page cache, longer reads: each starts the next ones' readahead.
     step = PIECE_NBYTES if source == "cache" and verify else READ_NBYTES
@@ -114,10 +120,20 @@ def deliver(
         for start, stop, _, giver in pieces:
             if giver is not None:
                 spent.scattered_nbytes += giver(start, stop, buffer.address + start + origin)
+        ended = clock()
         spent.read_ns += at_hand - began
         spent.verify_ns += digested - at_hand
-        spent.scatter_ns += clock() - digested
+        spent.scatter_ns += ended - digested
+        if trace is not None:
+            if verify:
+                trace.add("digest", "cpu", at_hand, digested, {"bytes": pieces[-1][1] - first})
+            if any(giver is not None for *_, giver in pieces):
+                trace.add("copy", "cpu", digested, ended)
     return hasher and hasher.digest(), source
+
+
+def _name(verify: bool, copied: bool) -> str:
+    return "digest and copy" if verify and copied else "digest" if verify else "copy"
 
 
 _Piece: TypeAlias = "tuple[int, int, int | None, _Giver | None]"

@@ -30,6 +30,8 @@ from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.memcopy import move
 from ckptengine.storage.store import BlockReader, ReadSource, Store
 from ckptengine.storage.threads import in_threads
+from ckptengine.tracing import recorder
+from ckptengine.tracing.tensors import TensorsOf
 
 MAX_POOL_NBYTES = 256 << 20
 """All buffers of one read together; with larger blocks fewer threads read, but always one."""
@@ -264,10 +266,14 @@ class ShardReader:
                 digested = time.monotonic_ns()
                 self._check(block, found)
                 scatter(read, buffers.plain.address)
+                ended = time.monotonic_ns()
                 spent = buffers.spent
                 spent.verify_ns += digested - began
-                spent.scatter_ns += time.monotonic_ns() - digested
+                spent.scatter_ns += ended - digested
                 spent.scattered_nbytes += read.nbytes_wanted
+                if (trace := recorder.current) is not None:
+                    trace.add("digest", "cpu", began, digested, {"bytes": len(plain)})
+                    trace.add("copy", "cpu", digested, ended, {"bytes": read.nbytes_wanted})
         except CheckpointError as error:
             self._set_rank(error)
             raise
@@ -290,7 +296,10 @@ class ShardReader:
             codec.unpack_into(stored[:length], self.header.methods[block], plain)
         except ValueError as error:
             raise BlockDamagedError(self.damage(block, f"it does not decompress: {error}")) from None
-        buffers.spent.decompress_ns += time.monotonic_ns() - at_hand
+        unpacked = time.monotonic_ns()
+        buffers.spent.decompress_ns += unpacked - at_hand
+        if (trace := recorder.current) is not None:
+            trace.add("decompress", "cpu", at_hand, unpacked, {"bytes": len(plain)})
         return plain, source
 
     def _check(self, block: int, found: bytes | None) -> None:
@@ -314,6 +323,17 @@ class ShardReader:
         lock = threading.Lock()
         nbytes_read = nbytes_delivered = from_cache = decompressed = digested = 0
         workers: list[Spent] = []
+        trace = recorder.current
+        tensors = TensorsOf(() if trace is None else _spans(self.header))
+
+        def traced(read: BlockRead, buffers: Buffers, trace: recorder.Recorder) -> bool:
+            started = recorder.clock()
+            cached = self.read(read, buffers)
+            args = {"shard": self.header.rank, "block": read.block, "bytes": self.extent(read.block)[1]}
+            args |= tensors(*self._blocks.span(read.block))
+            trace.add("block", "whole", started, recorder.clock(), args)
+            trace.flush_if_due()
+            return cached
 
         def with_own_buffers() -> Buffers:
             buffers = self.buffers_for(blocks)
@@ -323,7 +343,7 @@ class ShardReader:
         def step(read: BlockRead, buffers: Buffers) -> None:
             nonlocal nbytes_read, nbytes_delivered, from_cache, decompressed, digested
             try:
-                cached = self.read(read, buffers)
+                cached = self.read(read, buffers) if trace is None else traced(read, buffers, trace)
             except BlockDamagedError as error:
                 raise error.damage.error() from None
             stored = self.extent(read.block)[1]
@@ -363,6 +383,10 @@ class ShardReader:
     def _set_rank(self, error: CheckpointError) -> None:
         if error.rank is None:
             error.rank = self.header.rank
+
+
+def _spans(header: ShardHeader) -> list[tuple[str, int, int]]:
+    return [(entry.name, entry.start, entry.stop) for entry in header.tensors]
 
 
 def scatter(read: BlockRead, address: int) -> None:

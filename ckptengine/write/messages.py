@@ -70,6 +70,8 @@ class WriteTask(msgspec.Struct, frozen=True, kw_only=True):
     """The user's metadata as a tree; the coordinator's is the one that is committed."""
     keep_last: int | None = None
     keep_every: int | None = None
+    trace: str | None = None
+    """The directory to which this process is to be traced."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

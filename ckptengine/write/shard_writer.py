@@ -24,6 +24,9 @@ from ckptengine.format.per_rank import OWN_DIGITS
 from ckptengine.format.shard import HeaderTemplate, own_spans, seal_header, tensor_spans
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.store import BlockWriter, Store
+from ckptengine.tracing import recorder
+from ckptengine.tracing.recorder import span
+from ckptengine.tracing.tensors import TensorsOf
 from ckptengine.write import raw_block
 from ckptengine.write.groups import group
 from ckptengine.write.methods import MEASURABLE_NBYTES, Chooser, History
@@ -76,7 +79,7 @@ def write_shard(
     writer = _create(store, path, template.nbytes + len(data), needed=compression is None)
     meter = _Meter()
     try:
-        section = _Section(writer, template.nbytes, data, blocks, huge, staged, meter, on_progress)
+        section = _Section(writer, template, data, blocks, huge, staged, meter, on_progress)
         own = _OwnDigests(template, data, staged)
         stored: list[int] | None = None
         methods: str | None = None
@@ -102,7 +105,8 @@ def write_shard(
         header = seal_header(template, digests, stored, methods, own.text)
         # No sync between data and header: a header that reaches the disk before its blocks is found out by
         # their digests, and nothing refers to this file before the sync below.
-        writer.pwrite(0, memoryview(header))
+        with span("write header", "whole"):
+            writer.pwrite(0, memoryview(header))
         on_written()
         with meter.writing(0):
             # A compressed shard has been given room for all of its blocks as they are.
@@ -207,7 +211,7 @@ class _Section:
     def __init__(
         self,
         writer: BlockWriter,
-        base: int,
+        template: HeaderTemplate,
         data: memoryview,
         blocks: BlockTable,
         huge: bool,
@@ -216,7 +220,10 @@ class _Section:
         on_progress: Progress,
     ) -> None:
         self._writer = writer
-        self._base = base
+        self._base = template.nbytes
+        self._trace = recorder.current
+        spans = () if self._trace is None else tensor_spans(template)
+        self._tensors = TensorsOf((name, start, stop) for name, _, start, stop in spans)
         self._data = data
         self._blocks = blocks
         self._huge = huge
@@ -229,7 +236,7 @@ class _Section:
         self._failed = False
         # Compressed blocks take their place in order; raw ones know it.
         self._next_placed = 0
-        self._next_offset = base
+        self._next_offset = self._base
 
     def write_raw(self, threads: int, beside: Callable[[], None]) -> list[bytes]:
         digests = [b""] * self._blocks.count
@@ -268,8 +275,9 @@ class _Section:
                 method = chooser.method(index)
                 packed = None
                 if method != AS_IT_IS:
-                    digests[index] = digest(block)
-                    with self._meter.packing():
+                    with span("digest", "cpu"):
+                        digests[index] = digest(block)
+                    with self._meter.packing(), span("compress", "cpu", {"bytes": len(block)}):
                         packed = codec.pack_into(pages.view, block, method, compression.level)
                 if packed is None:
                     stored[index] = len(block)
@@ -324,7 +332,10 @@ class _Section:
         def drain(write: Callable[[int], None]) -> None:
             try:
                 while (index := self._take()) is not None:
+                    began = recorder.clock()
                     write(index)
+                    if self._trace is not None:
+                        self._record(self._trace, index, began)
                     self._finished(index)
             except BaseException:
                 fail()
@@ -348,6 +359,12 @@ class _Section:
         for failure in failures:
             if failure is not None and not isinstance(failure, _Stopped):
                 raise failure
+
+    def _record(self, trace: recorder.Recorder, index: int, began: int) -> None:
+        start, stop = self._blocks.span(index)
+        args = {"block": index, "bytes": stop - start, **self._tensors(start, stop)}
+        trace.add("block", "whole", began, recorder.clock(), args)
+        trace.flush_if_due()
 
     def _take(self) -> int | None:
         with self._turn:

@@ -11,6 +11,7 @@ import msgspec
 from ckptengine.comm.group import Failure
 from ckptengine.errors import CommitTimeoutError, SaveFailedError
 from ckptengine.staging.mark import REASON_NBYTES, StagedMark
+from ckptengine.tracing.recorder import span
 from ckptengine.write.messages import WriteTask
 
 POLL_S = 0.001
@@ -42,7 +43,7 @@ def waiting_for(mark: StagedMark, task: WriteTask) -> Staged:
     def wait(nbytes: int | None) -> None:
         if not mark.has(nbytes):
             # One thread looks for all: each look takes time from the copy that they wait for.
-            with looking:
+            with span("wait for the copy", "wait"), looking:
                 look_until(nbytes)
 
     return wait

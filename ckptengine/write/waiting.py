@@ -9,6 +9,7 @@ import msgspec
 from ckptengine.comm.group import Failure
 from ckptengine.comm.transport import Transport, wait_for
 from ckptengine.errors import SaveFailedError
+from ckptengine.tracing.recorder import flush_if_due, span
 from ckptengine.write.messages import WriteTask, gone_key
 
 FAILURE_POLL_S = 0.5
@@ -27,13 +28,15 @@ def wait_for_key(transport: Transport, task: WriteTask, key: str, *failed_keys: 
         value = transport.peek(key)
         if value is None and time.monotonic() - looked >= FAILURE_POLL_S:
             looked = time.monotonic()
+            flush_if_due()
             for failed in (*failed_keys, gone_key(task.attempt)):
                 failure = transport.peek(failed)
                 if failure is not None:
                     raise msgspec.msgpack.decode(failure, type=Failure).to_error(SaveFailedError)
         return value
 
-    value = wait_for(peek, max(task.deadline_unix - time.time(), 0.001))
+    with span("wait for ranks", "wait", {"for": key.removeprefix(f"{task.attempt}/")}):
+        value = wait_for(peek, max(task.deadline_unix - time.time(), 0.001))
     if value is None:
         raise TimeoutError(f"no value for {key!r} before the deadline")
     return value

@@ -29,6 +29,7 @@ from tests.adapters.fake import bits, same
 from tests.adapters.sharded_cases import adamw, fsdp1, fsdp2, local_state, model, paired, train
 from tests.helpers import writers
 from tests.helpers.ranks import kept
+from tests.helpers.trace_events import check, load, spans
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1, original parameters": fsdp1(True),
@@ -104,6 +105,30 @@ def figures_of_all_ranks(root: str) -> None:
         assert of_all[number].phases.read == phases.read
         assert of_all[number].phases.apply == phases.apply
         assert of_all[number].phases.agree.seconds <= phases.agree.seconds
+
+
+def traced_ranks(root: str) -> None:
+    """Each rank's trainer and writer leave a trace, and the waits for one another are in it."""
+    directory = Path(root).parent / "trace"
+    with checkpointer(root, trace=str(directory)) as ckpt:
+        ckpt.save(1, state_of(1, rank()))
+        ckpt.restore(target_of(rank()))
+    deadline = time.monotonic() + 30
+    mine: list[Path] = []
+    while len(mine) < 2:
+        assert time.monotonic() < deadline, mine
+        mine = [path for path in directory.iterdir() if path.name.startswith(f"rank-{rank():05d}-")]
+    assert sorted(path.name.split("-")[2] for path in mine) == ["trainer", "writer"]
+    events = {path.name.split("-")[2]: load(path) for path in mine}
+    while not spans(events["writer"], "save"):  # which ends after its outcome is known
+        assert time.monotonic() < deadline
+        events = {path.name.split("-")[2]: load(path) for path in mine}
+    for of_process in events.values():
+        check(of_process)
+    while_ = {event["args"]["while"] for event in spans(events["trainer"], "wait for all ranks")}
+    assert "reading the shards" in while_
+    waited_for = {event["args"]["for"] for event in spans(events["writer"], "wait for ranks")}
+    assert waited_for == ({"receipt/1"} if rank() == 0 else {"ready", "outcome"})
 
 
 def own_tensors_values_and_rng(root: str) -> None:

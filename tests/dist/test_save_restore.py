@@ -65,6 +65,10 @@ def test_every_rank_hears_which_one_was_the_slowest(trio: Ranks, root: str) -> N
     trio.call(cases.figures_of_all_ranks, root)
 
 
+def test_every_rank_leaves_a_trace(pair: Ranks, root: str) -> None:
+    pair.call(cases.traced_ranks, root)
+
+
 @pytest.mark.parametrize("wrap", cases.WRAPS)
 def test_training_goes_on_alike_with_a_new_model_and_optimizer(pair: Ranks, root: str, wrap: str) -> None:
     pair.call(cases.training, root, wrap, "raw")

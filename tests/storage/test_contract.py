@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
+from ckptengine.storage.traced import TracedStore
 from ckptengine.testing.faulty import FaultyStore
 from ckptengine.testing.nondurable import NonDurableStore
 from ckptengine.testing.store_contract import StoreContract
+from ckptengine.tracing import recorder
 
 
 class TestPosixAuto(StoreContract):
@@ -56,6 +59,15 @@ class TestFaultyWithoutFault(TestPosixAuto):
     @pytest.fixture
     def store(self) -> Store:
         return FaultyStore(PosixStore())
+
+
+class TestTraced(TestPosixAuto):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with tempfile.TemporaryDirectory() as elsewhere:
+            trace = recorder.start(elsewhere, 0, "trainer")
+            yield TracedStore(PosixStore(), str(tmp_path))
+            recorder.stop(trace)
 
 
 class TestNonDurable(StoreContract):
