@@ -9,7 +9,6 @@ other in a circle.
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from collections import deque
@@ -30,13 +29,12 @@ from ckptengine.info import CommitInfo
 from ckptengine.snapshot import Staging
 from ckptengine.staging.arena import Arena
 from ckptengine.staging.pool import ArenaPool
-from ckptengine.staging.status import StatusPage
 from ckptengine.storage.store import Store
 from ckptengine.tracing import recorder
+from ckptengine.watch import OUTCOME_GRACE_S, Around, Watch
 from ckptengine.write.messages import (
     Outcome,
     Ready,
-    SaveStatus,
     TransportSpec,
     WriteTask,
     outcome_key,
@@ -46,17 +44,9 @@ from ckptengine.write.save import report_failure, step_path
 
 logger = logging.getLogger(__name__)
 
-POLL_FIRST_S = 0.002
-POLL_LAST_S = 0.01
-"""A look costs 5 µs, and the wait for a commit is half of this too long on average."""
 ABORT_POLL_S = 0.2
 CANCEL_TIMEOUT_S = 10.0
 """For a copy to stop between two pieces."""
-START_TIMEOUT_S = 300.0
-"""For a new writer's imports, which thousands of ranks may read from one file system at the same time."""
-OUTCOME_GRACE_S = 5.0
-"""How much longer than the coordinator the other ranks wait, so that its word arrives before their own
-deadline."""
 
 
 @dataclass(frozen=True)
@@ -246,61 +236,25 @@ class Monitor:
             return self._give_up(
                 task, SaveFailedError(f"step {task.step}: no writer process: {cause}", rank=task.rank)
             )
-        page = arena.status
-        seen: SaveStatus | None = None
-        seen_at = time.monotonic()
-        warm = False
-        pause = POLL_FIRST_S
+        watch = Watch(task, arena.status, config, pending.deadline, pending.handle)
         while True:
-            # The exit code first: a writer that ended after its last word is not a failure.
-            exitcode = self._writer.exitcode if self._writer is not None else None
-            status = _read_status(page, task.attempt)
-            if status is not None and status != seen:
-                if seen is None or status.state != seen.state:
-                    pause = POLL_FIRST_S  # once durable, the commit of a single rank is milliseconds away
-                seen, seen_at = status, time.monotonic()
-                _note_times(pending.handle, status)
-            if status is not None and status.outcome is not None:
-                if self._writer is not None:
-                    self._writer.finalize_async_save()
-                return status.outcome
-            copying = not staging.done.is_set()
-            if copying:
-                # The writer may be waiting for it; what bounds it is the deadline.
-                seen_at = time.monotonic()
-            state = status.state if status is not None else "starting"
-            if not warm and self._writer is not None and self._writer.warm:
-                warm, seen_at = True, time.monotonic()
-            was_doing = f"this rank's writer was {_doing(state)}"
-            silence_s = time.monotonic() - seen_at
-            stall_s = config.stall_timeout_s if warm else max(config.stall_timeout_s, START_TIMEOUT_S)
-            error: CheckpointError | None = None
-            if self._abort is not None:
-                error = SaveFailedError(f"step {task.step}: {self._abort}", rank=task.rank)
-            elif exitcode is not None:
-                error = SaveFailedError(
-                    f"step {task.step}: the writer process ended ({_how(exitcode)}) while {_doing(state)}",
-                    rank=task.rank,
-                    hint="the previous checkpoint stands; the next save starts a new writer",
+            writer = self._writer
+            found = watch.look(
+                Around(
+                    exitcode=None if writer is None else writer.exitcode,
+                    warm=writer is not None and writer.warm,
+                    copying=not staging.done.is_set(),
+                    abort=self._abort,
                 )
-            elif time.time() > pending.deadline + (0.0 if self._run.is_coordinator else OUTCOME_GRACE_S):
-                error = CommitTimeoutError(
-                    f"step {task.step}: not committed within {config.commit_timeout_s:g} s, "
-                    + ("this rank's state was still being copied" if copying else was_doing),
-                    rank=task.rank,
-                )
-            elif state in ("starting", "writing") and silence_s > stall_s:
-                error = CommitTimeoutError(
-                    f"step {task.step}: the writer made no progress for {stall_s:g} s while {_doing(state)}",
-                    path=task.root,
-                    rank=task.rank,
-                    hint="the storage hangs, or Config.stall_timeout_s is too short for it",
-                )
-            if error is not None:
-                return self._give_up(task, error)
+            )
+            if isinstance(found, Outcome):
+                if writer is not None:
+                    writer.finalize_async_save()
+                return found
+            if found is not None:
+                return self._give_up(task, found)
             recorder.flush_if_due()
-            time.sleep(pause)
-            pause = min(pause * 1.5, POLL_LAST_S)
+            watch.pause()
 
     def _submit(self, task: WriteTask) -> None:
         if self._abort is not None:
@@ -453,36 +407,3 @@ def _next_attempt(pending: PendingSave, arena: Arena) -> None:
     arena.payload[: task.header_nbytes] = header.replace(str(old).encode(), str(new).encode())
     pending.attempt = new
     pending.task = msgspec.structs.replace(task, attempt=str(new))
-
-
-def _read_status(page: StatusPage, attempt: str) -> SaveStatus | None:
-    data = page.read()
-    if data is None:
-        return None
-    status = msgspec.msgpack.decode(data, type=SaveStatus)
-    return status if status.attempt == attempt else None
-
-
-def _note_times(handle: SaveHandle, status: SaveStatus) -> None:
-    handle._note(
-        written=status.written_at or handle.times.written,
-        durable=status.durable_at or handle.times.durable,
-    )
-
-
-def _how(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"exit code {exitcode}"
-    try:
-        return f"killed by {signal.Signals(-exitcode).name}"
-    except ValueError:
-        return f"killed by signal {-exitcode}"
-
-
-def _doing(state: str) -> str:
-    return {
-        "starting": "starting",
-        "waiting": "waiting for the coordinator to make the attempt's directory",
-        "writing": "writing the shard",
-        "durable": "waiting for the commit",
-    }.get(state, state)

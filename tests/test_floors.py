@@ -45,6 +45,7 @@ FLOORS = {
     "snapshot": 6,
     "reader_api": 6,
     "verification": 6,
+    "watch": 6,
     "cli": 7,
     "__main__": 8,
     "testing": 7,
