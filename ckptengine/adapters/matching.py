@@ -20,10 +20,12 @@ import torch
 from ckptengine.adapters import objects
 from ckptengine.adapters.keypath import joined
 from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
+from ckptengine.adapters.own_values import OwnValues
 from ckptengine.adapters.placing import Placement, Plan, place, placement_of
 from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
 from ckptengine.adapters.values import Decoder, Node, large_value
 from ckptengine.format.tree import TAG
+from ckptengine.read.per_rank import PerRankChoices
 
 
 class _Keep:
@@ -43,6 +45,8 @@ class Differences:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Values that each rank had its own of, each with the reason."""
 
 
 class Matcher:
@@ -50,9 +54,14 @@ class Matcher:
     `actions`.
     """
 
-    def __init__(self, leaves: list[Leaf], *, allow_pickle: bool) -> None:
+    def __init__(
+        self, leaves: list[Leaf], *, allow_pickle: bool, per_rank: PerRankChoices | None = None
+    ) -> None:
+        """per_rank: is asked for every value that each of the ranks that saved may have had its own of. None:
+        the tree is that of the rank that restores."""
         self._leaves = leaves
         self._allow_pickle = allow_pickle
+        self._own = OwnValues(leaves, per_rank)
         self.differences = Differences()
         self.placements: list[Placement] = []
         self.large: dict[int, np.ndarray[Any, Any]] = {}
@@ -83,6 +92,8 @@ class Matcher:
         own = _kind_of_target(target)
         if own == kind == "dict":
             return self._match_dict(target, node, path)
+        if path and not self._has_tensors(node) and self._own.stay(node, path):
+            return KEEP
         if own == kind and kind in ("list", "tuple"):
             return self._match_sequence(target, node, path)
         if kind == "pickle":
@@ -95,6 +106,18 @@ class Matcher:
         if _target_has_tensors(target):
             return self._differs(path, f"{_article(own)} with tensors, in the checkpoint {_article(kind)}")
         return self._match_value(target, node, path)
+
+    # Keys of one side
+
+    def _missing(self, path: tuple[Any, ...]) -> None:
+        """A key of the target only."""
+        if not self._own.absent(path):
+            self.differences.missing.append(_name(path))
+
+    def _unexpected(self, path: tuple[Any, ...]) -> None:
+        """A key of the checkpoint only."""
+        if not self._own.superfluous(path):
+            self.differences.unexpected.append(_name(path))
 
     # Tensors
 
@@ -112,6 +135,8 @@ class Matcher:
             return self._differs(path, f"a tensor, in the checkpoint {_article(kind)}")
         if len(leaves) != len(parts):
             return self._differs(path, f"{len(parts)} shards, in the checkpoint {len(leaves)}")
+        if any(leaf is not None and self._own.tensor_stays(leaf) for leaf in leaves):
+            return KEEP
         for local, leaf in zip(parts, leaves, strict=True):
             assert leaf is not None
             problems = misfits(local.tensor, local.chunk, leaf)
@@ -125,8 +150,10 @@ class Matcher:
         """Place a tensor if nothing about it is out of the ordinary."""
         leaf = self._tensor_leaf(node)
         placement = None if leaf is None else place(leaf, target)
-        if placement is None:
+        if leaf is None or placement is None:
             return False
+        if self._own.tensor_stays(leaf):
+            return True
         self.placements.append(placement)
         return True
 
@@ -145,7 +172,7 @@ class Matcher:
         stored = self._entries(node, path)
         for key, value in target.items():
             if key not in stored:
-                self.differences.missing.append(_name((*path, key)))
+                self._missing((*path, key))
                 continue
             child = stored[key]
             # Ahead of all else, as nearly everything is such a tensor.
@@ -154,7 +181,9 @@ class Matcher:
             outcome = self._match(value, child, (*path, key))
             if not isinstance(outcome, _Keep):
                 self.actions.append(_set_item(target, key, outcome))
-        self.differences.unexpected.extend(_name((*path, key)) for key in stored if key not in target)
+        for key in stored:
+            if key not in target:
+                self._unexpected((*path, key))
         return KEEP
 
     def _entries(self, node: Node, path: tuple[Any, ...]) -> dict[Any, Node]:
@@ -244,19 +273,23 @@ class Matcher:
         for key, value in state.items():
             inner = (*path, key)
             if key not in stored:
-                self.differences.missing.append(_name(inner))
+                self._missing(inner)
             elif is_tensor(value) and not objects.is_extra_state(key):
                 self._match_tensor(value, stored[key], inner)
                 if not adapter.owns(value):
                     given[key] = _constant(value)
-            else:
+            elif not self._own.stay(stored[key], inner):
                 given[key] = self._opened(value, stored[key], inner, lambda path, leaf: None)
-        self.differences.unexpected.extend(_name((*path, key)) for key in stored if key not in state)
+        for key in stored:
+            if key not in state:
+                self._unexpected((*path, key))
         if given:
             self.actions.append(lambda: adapter.load({key: get() for key, get in given.items()}))
         return KEEP
 
     def _match_open(self, adapter: objects.Adapter, node: Node, path: tuple[Any, ...]) -> Outcome:
+        if self._own.stay(node, path):
+            return KEEP
         get = self._opened(adapter.state(), node, path, adapter.fresh)
         for problem in adapter.problems(get()):
             self._differs(path, problem)

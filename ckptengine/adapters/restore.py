@@ -25,6 +25,7 @@ from ckptengine.errors import (
     UnsupportedStateError,
 )
 from ckptengine.format.entries import ShardHeader
+from ckptengine.read.per_rank import PerRankChoices
 
 _SHOWN = 20
 
@@ -35,10 +36,13 @@ class Match:
     `apply`.
 
     missing, unexpected: keys of the target only and of the checkpoint only, left alone with `strict=False`.
+    from_rank0, dropped: values that each rank had its own of, as `PerRankChoices` has decided.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    from_rank0: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     _plan: Plan = field(default_factory=Plan)
     _actions: list[Callable[[], object]] = field(default_factory=list)
 
@@ -84,17 +88,19 @@ class RestoreTarget:
         path: str | None = None,
         rank: int | None = None,
         others: Callable[[int], ShardHeader] | None = None,
+        per_rank: PerRankChoices | None = None,
     ) -> Match:
         """Compare the target with a shard's tree and plan the read. May be called again, for another
         checkpoint.
 
         strict: keys on one side only are an error. path, rank: for the error. others: gives the header of
         another rank's shard, where replicas are stored; called at most once for each rank that is needed.
+        per_rank: is asked for values that each rank had its own of, where the header is rank 0's for all.
         Raises `StateMismatchError` with all differences.
 
         """
         with gc_paused():
-            return self._match(header, strict, path, rank, others)
+            return self._match(header, strict, path, rank, others, per_rank)
 
     def _match(
         self,
@@ -103,9 +109,10 @@ class RestoreTarget:
         path: str | None,
         rank: int | None,
         others: Callable[[int], ShardHeader] | None,
+        per_rank: PerRankChoices | None,
     ) -> Match:
         leaves = [*leaves_of(header), *_replicas(header, others, path)]
-        matcher = Matcher(leaves, allow_pickle=self._allow_pickle)
+        matcher = Matcher(leaves, allow_pickle=self._allow_pickle, per_rank=per_rank)
         outcome = matcher.match(self._state, header.tree)
         found = matcher.differences
         if self._left_alone is not None and not strict:
@@ -119,13 +126,17 @@ class RestoreTarget:
             found.mismatched.append(
                 "the state is a tuple with values that would have to be replaced; pass it in a list or dict"
             )
-        if found.mismatched or (strict and (found.missing or found.unexpected)):
+        if per_rank is not None:
+            per_rank.finish()
+            found.refused = [per_rank.reason(name) for name in per_rank.refused]
+        if found.mismatched or found.refused or (strict and (found.missing or found.unexpected)):
             raise _mismatch(found, strict, path, rank, touched=self._left_alone is not None)
         placed = plan(matcher.placements)
         matcher.place_large(placed)
         return Match(
             tuple(found.missing),
             tuple(found.unexpected),
+            *(((), ()) if per_rank is None else (tuple(per_rank.from_rank0), tuple(per_rank.dropped))),
             placed,
             matcher.actions,
         )
@@ -163,6 +174,7 @@ def _mismatch(
     found: Differences, strict: bool, path: str | None, rank: int | None, *, touched: bool
 ) -> StateMismatchError:
     lines = [
+        *found.refused,
         *found.mismatched,
         *(f"{name}: not in the checkpoint" for name in found.missing if strict),
         *(f"{name}: only in the checkpoint" for name in found.unexpected if strict),
@@ -170,15 +182,22 @@ def _mismatch(
     shown = lines[:_SHOWN]
     if len(lines) > _SHOWN:
         shown.append(f"and {len(lines) - _SHOWN} more")
-    only_keys = not found.mismatched
+    hint = None
+    if found.refused:
+        hint = (
+            "of values that each rank had its own of, another number of ranks can take rank 0's or keep its "
+            'own: restore(per_rank="rank0"), "drop", or by name, as {"rng": "drop", "*": "error"}'
+        )
+    elif not found.mismatched:
+        hint = "pass strict=False to leave keys that only one side has alone"
     condition = "may hold parts of a newer step, which is damaged" if touched else "is unchanged"
     return StateMismatchError(
         f"the checkpoint does not fit the restore target, which {condition}, in {len(lines)} places:\n  "
         + "\n  ".join(shown),
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),
-        mismatched=tuple(found.mismatched),
+        mismatched=(*found.refused, *found.mismatched),
         path=path,
         rank=rank,
-        hint="pass strict=False to leave keys that only one side has alone" if only_keys else None,
+        hint=hint,
     )

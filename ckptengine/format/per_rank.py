@@ -138,9 +138,10 @@ class PerRankFinder:
             self._some_ranks.update(name for name, _ in _units(values, node, path))
 
 
-def values_in(tree: bytes, large: dict[int, str]) -> list[str]:
-    """The names of all values in a tree. large: leaf number → name of each large one."""
-    return [name for name, _ in _units(ShardValues(tree, [], None, large), tree, "")]
+def values_in(node: bytes, path: str, large: dict[int, str]) -> list[str]:
+    """The names of the values at or below a node. path: its name. large: leaf number → name of each large
+    value."""
+    return [name for name, _ in _units(ShardValues(node, [], None, large), node, path)]
 
 
 _raw_dict = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

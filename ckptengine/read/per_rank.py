@@ -69,6 +69,7 @@ class PerRankChoices:
         self._policy = policy
         self._known = known
         self._names = known.names
+        self._asked: set[str] = set()
         self.refused: list[str] = []
         self.from_rank0: list[str] = []
         self.dropped: list[str] = []
@@ -77,6 +78,7 @@ class PerRankChoices:
         """Is the value to stay as the target has it? If not, rank 0's is taken, or all that is refused is
         raised together, before anything is changed."""
         if name in self._names:
+            self._asked.add(name)
             choice = self._policy.choice(name)
             kept = {"error": self.refused, "rank0": self.from_rank0, "drop": self.dropped}[choice]
             kept.append(name)
@@ -92,6 +94,7 @@ class PerRankChoices:
         names: of all values below `path`.
         """
         own = [name for name in names if name in self._names]
+        self._asked.update(own)
         choices = {self._policy.choice(name) for name in own}
         choices.update("drop" for name in names if name not in self._names and self._policy.drops(name))
         if "error" in choices:
@@ -102,6 +105,43 @@ class PerRankChoices:
             return True
         self.from_rank0 += own
         return False
+
+    def absent(self, path: str) -> bool:
+        """Has the policy a say in it that rank 0 has nothing at `path`, as other ranks do?
+
+        If so, the target's stays, or it is refused. Rank 0's is not to be had.
+        """
+        names = self._some_ranks(path)
+        choices = {self._policy.choice(name) for name in names}
+        self._asked.update(names)
+        if "error" in choices:
+            self.refused += [name for name in names if self._policy.choice(name) == "error"]
+            return True
+        if "drop" in choices:
+            self.dropped.append(path)
+            return True
+        return False
+
+    def superfluous(self, path: str) -> bool:
+        """The same where rank 0 has something at `path` that the target has no place for."""
+        names = self._some_ranks(path)
+        self._leave(names)
+        return bool(names)
+
+    def finish(self) -> None:
+        """After all questions: of what some other ranks hold, rank 0 does not and the target neither, nobody
+        has asked."""
+        self._leave(sorted(self._known.some_ranks - self._asked))
+
+    def _leave(self, names: list[str]) -> None:
+        """Values for which there is no place."""
+        self._asked.update(names)
+        for name in names:
+            (self.refused if self._policy.choice(name) == "error" else self.dropped).append(name)
+
+    def _some_ranks(self, path: str) -> list[str]:
+        names = self._known.some_ranks
+        return sorted(name for name in names if name == path or name.startswith(f"{path}."))
 
     def reason(self, name: str) -> str:
         """Why a value is refused, for an error that lists it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,11 @@ from ckptengine.adapters.restore import Match, RestoreTarget
 from ckptengine.adapters.stage import copy_items
 from ckptengine.adapters.state import FlatState, flatten
 from ckptengine.adapters.tensors import plain, torch_dtype
+from ckptengine.format.columns import values_of
+from ckptengine.format.digest import hexdigest
 from ckptengine.format.entries import ShardHeader
 from ckptengine.format.layout import lay_out
+from ckptengine.format.per_rank import OWN_DIGITS, ShardValues
 from ckptengine.format.shard import decode_header, encode_header, seal_header
 from ckptengine.read.plan import Destination, plan_reads
 from tests.adapters.rebuild import build
@@ -68,6 +72,13 @@ class Saved:
             self.flat.items, [starts[item.name] for item in self.flat.items], self.data, threads=threads
         )
 
+    @property
+    def values(self) -> ShardValues:
+        """As INDEX compares them, with the digests that a writer would take."""
+        own = [self.data[entry.start : entry.stop] for entry in self.header.own_entries]
+        digests = "".join(hexdigest(data)[:OWN_DIGITS] for data in own)
+        return replace(values_of(self.header), digests=digests.encode())
+
     def load(self, *, allow_pickle: bool = False) -> Any:
         return build(self.header, self.fetch, allow_pickle=allow_pickle)
 
@@ -83,13 +94,12 @@ class Saved:
                 return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry.shape)
         raise AssertionError(f"fetched {name}")
 
-    def match(self, target: Any, *, strict: bool = True, allow_pickle: bool = False) -> Match:
-        return RestoreTarget(target, allow_pickle=allow_pickle).match(
-            self.header, strict=strict, path="p", rank=0
-        )
+    def match(self, target: Any, *, allow_pickle: bool = False, **options: Any) -> Match:
+        target = RestoreTarget(target, allow_pickle=allow_pickle)
+        return target.match(self.header, path="p", rank=0, **options)
 
-    def restore(self, target: Any, *, strict: bool = True, allow_pickle: bool = False) -> Match:
-        match = self.match(target, strict=strict, allow_pickle=allow_pickle)
+    def restore(self, target: Any, **options: Any) -> Match:
+        match = self.match(target, **options)
         read_all(match, lambda _: self)
         match.apply()
         return match
