@@ -83,11 +83,10 @@ class Checkpointer:
             member.rank, member.world_size, self._transport, f"{run}/group", self.config.agree_timeout_s
         )
         self._agree_on_setup()
-        self._trace: recorder.Recorder | None = None
         if directory is not None:
-            self._trace = recorder.start(directory, self.rank, "trainer")
             self._store = TracedStore(self._store, self.root)
         self._saver = Saver(self._run, self._store, self._transport, process_group)
+        self._trace = None if directory is None else recorder.start(directory, self.rank, "trainer")
         self._closed = False
         self._pid = os.getpid()
         # Otherwise multiprocessing would wait at exit for a writer process that waits for tasks.
@@ -237,9 +236,11 @@ class Checkpointer:
         atexit.unregister(self._close_at_exit)
         if os.getpid() != self._pid:
             return  # a forked child's copy: the writer, and the thread that looks after it, are its parent's
-        self._saver.close(timeout_s, reason)
-        if self._trace is not None:
-            recorder.stop(self._trace)
+        try:
+            self._saver.close(timeout_s, reason)
+        finally:
+            if self._trace is not None:
+                recorder.stop(self._trace)
         _leave_exchange(self._run, self._transport)
         self._transport.close()
 

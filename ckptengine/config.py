@@ -27,7 +27,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never
         does.
     storage_gbps: GB (1e9 bytes) a second that the storage was measured to give one rank while all read, for
-        `RestoreInfo.limit_share`; `python -m native_bench` measures it. None: not known.
+        `RestoreInfo.limit_share`; on a local disk, 1.074 times the GiB/s of `make limits`. None: not known.
     io_threads: parallel block reads or writes per rank; a restore of raw shards has twice as many threads (no
         more than CPUs where the page cache has them), a save of them half as many again.
     stripe_count: on Lustre, over how many OSTs each shard is striped: a number (-1: all), `"auto"` (by the
