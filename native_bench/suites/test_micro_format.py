@@ -26,7 +26,12 @@ METHODS = (ZSTD, PLANES[2])
 
 
 def sealed(header: ShardHeader) -> bytes:
-    return seal_header(encode_header(header), [digest(bytes([i % 256])) for i in range(header.blocks.count)])
+    digests = [digest(bytes([i % 256])) for i in range(header.blocks.count)]
+    return seal_header(encode_header(header), digests, own=own(header))
+
+
+def own(header: ShardHeader) -> str | None:
+    return None if header.own is None else header.own.decode()
 
 
 @pytest.fixture(params=["many tensors", "many blocks"])
@@ -59,7 +64,7 @@ def test_encode_header(benchmark: BenchmarkFixture, header: ShardHeader) -> None
 def test_seal_header(benchmark: BenchmarkFixture, header: ShardHeader) -> None:
     template = encode_header(header)
     digests = [digest(bytes([i % 256])) for i in range(header.blocks.count)]
-    data = benchmark(seal_header, template, digests)
+    data = benchmark(seal_header, template, digests, own=own(header))
     assert decode_header(data, path="").digests == b"".join(digests)
 
 
