@@ -120,7 +120,8 @@ def choose(
 ) -> str:
     """Each block's method: the one that is through first on a device of so many bytes per second; `device`
     None: the one that leaves the fewest bytes."""
-    return "".join(choice.method for choice in _choices(blocks, groups, estimates, device, cores))
+    parts = list(shares(groups, blocks))
+    return "".join(choice.method for choice in _choices(blocks, parts, groups, estimates, device, cores))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +136,14 @@ class _Choice:
 
 def _choices(
     blocks: BlockTable,
+    parts: Sequence[dict[int, int]],
     groups: Sequence[Group],
     estimates: Sequence[dict[str, Estimate]],
     device: float | None,
     cores: float,
 ) -> list[_Choice]:
     choices = []
-    for i, members in enumerate(shares(groups, blocks)):
+    for i, members in enumerate(parts):
         start, stop = blocks.span(i)
         whole = stop - start
         worth = WORTH if device is None else WORTH_AUTO
@@ -213,6 +215,7 @@ class Chooser:
         self._probe_rate: float | None = None
         self._methods: str | None = None
         self._device = history.device
+        self._parts: list[dict[int, int]] = []
         self._seconds = [0.0] * blocks.count
         self._expected_s = 0.0
         self._under_way_at: float | None = None
@@ -227,8 +230,10 @@ class Chooser:
         wall, cpu = time.monotonic(), time.thread_time()
         estimates = [estimate(one, self._data, self._level) for one in self._groups]
         wall, cpu = time.monotonic() - wall, time.thread_time() - cpu
+        # Tens of milliseconds for thousands of tensors, and it may be decided twice.
+        parts = list(shares(self._groups, self._blocks))
         with self._changed:
-            self._estimates = estimates
+            self._estimates, self._parts = estimates, parts
             # As much of each core as this thread got of one.
             self._cores = available_cores() * min(cpu / wall, 1.0) if wall > 0 else float(available_cores())
             self._changed.notify_all()
@@ -300,7 +305,7 @@ class Chooser:
         if self._auto and device is None:
             choices = [_Choice(AS_IT_IS, 1.0, 0.0)] * self._blocks.count
         else:
-            choices = _choices(self._blocks, self._groups, estimates, device, cores)
+            choices = _choices(self._blocks, self._parts, self._groups, estimates, device, cores)
         waiting = gained = 0.0
         if device is not None:
             waiting, gained = self._waiting_s(choices, device, cores), self._gained_s(choices, device)
