@@ -62,6 +62,8 @@ class History:
     def __init__(self, device: float | None = None, cores: float | None = None) -> None:
         self.device = device
         self.cores = cores
+        self.compressed = True
+        """Whether anything was, of the last shard."""
 
     def wrote(self, nbytes: int, seconds: float, *, compressed: bool) -> None:
         """Learn from a shard: `nbytes` were written in `seconds`, in which the device had work."""
@@ -80,6 +82,7 @@ class History:
         """Learn from the time that `threads` have spent in the codec, with blocks that by their samples take
         one core `expected_s`."""
         there_are = float(available_cores())
+        self.compressed = wall_s > 0
         if wall_s > 0:
             got = min(threads * expected_s / wall_s, there_are)
             self.cores = got if self.cores is None else (self.cores + got) / 2
@@ -120,7 +123,7 @@ def choose(
 ) -> str:
     """Each block's method: the one that is through first on a device of so many bytes per second; `device`
     None: the one that leaves the fewest bytes."""
-    parts = list(shares(groups, blocks))
+    parts = shares(groups, blocks)
     return "".join(choice.method for choice in _choices(blocks, parts, groups, estimates, device, cores))
 
 
@@ -231,7 +234,7 @@ class Chooser:
         estimates = [estimate(one, self._data, self._level) for one in self._groups]
         wall, cpu = time.monotonic() - wall, time.thread_time() - cpu
         # Tens of milliseconds for thousands of tensors, and it may be decided twice.
-        parts = list(shares(self._groups, self._blocks))
+        parts = shares(self._groups, self._blocks)
         with self._changed:
             self._estimates, self._parts = estimates, parts
             # As much of each core as this thread got of one.
@@ -243,6 +246,8 @@ class Chooser:
         if index < self._probes:
             return AS_IT_IS
         with self._changed:
+            if self._auto and self._estimates is None and not self._history.compressed:
+                return AS_IT_IS  # as it will probably be decided: the device need not wait for the samples
             self._changed.wait_for(lambda: self._stopped or self._can_decide())
             if self._stopped:
                 return AS_IT_IS

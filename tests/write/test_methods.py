@@ -229,6 +229,15 @@ def test_a_known_device_is_not_waited_for_and_what_is_seen_of_it_decides_about_t
     assert {one.method(i) for i in range(8, 64)} == {AS_IT_IS}
 
 
+def test_where_nothing_was_compressed_last_time_the_samples_are_not_waited_for() -> None:
+    history = History(device=MIB)
+    history.packed(0.0, 0.0, 4)
+    one = chooser(15, history=history)
+    assert [one.method(i) for i in range(5)] == [AS_IT_IS] * 5
+    one.prepare()
+    assert {one.method(i) for i in range(5, 15)} == {ZSTD}
+
+
 def test_a_shard_too_small_to_make_up_for_the_wait_at_first_is_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
