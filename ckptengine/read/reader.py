@@ -12,8 +12,9 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 from ckptengine.codecs import block as codec
 from ckptengine.errors import CheckpointError, CorruptCheckpointError, StorageError
@@ -25,7 +26,9 @@ from ckptengine.phases import Phase
 from ckptengine.read import raw_block
 from ckptengine.read.damage import Damage, touched
 from ckptengine.read.plan import BlockRead, Destination, plan_reads
-from ckptengine.read.spent import Spent, parts
+from ckptengine.read.spent import Spent
+from ckptengine.read.tally import ReadStats as ReadStats
+from ckptengine.read.tally import Tally
 from ckptengine.storage.direct import AlignedBuffer
 from ckptengine.storage.memcopy import move
 from ckptengine.storage.store import BlockReader, ReadSource, Store
@@ -41,34 +44,6 @@ RESIDENCY_SAMPLES = 8
 
 Progress = Callable[[int], None]
 """Called after each block with the bytes read from the file for it, never by two threads at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadStats:
-    """nbytes_read: from the file, whole blocks, as stored. nbytes_delivered: copied to destinations.
-    from_cache: the part of nbytes_read that the page cache had. phases: `read`, `decompress`, `verify`,
-    `scatter` of `ckptengine.phases`, and `plan` where a plan was made."""
-
-    nbytes_read: int = 0
-    nbytes_delivered: int = 0
-    blocks: int = 0
-    seconds: float = 0.0
-    from_cache: int = 0
-    phases: Mapping[str, Phase] = field(default_factory=dict, compare=False)
-
-    def __add__(self, other: ReadStats) -> ReadStats:
-        """Of two reads, one after the other."""
-        return ReadStats(
-            self.nbytes_read + other.nbytes_read,
-            self.nbytes_delivered + other.nbytes_delivered,
-            self.blocks + other.blocks,
-            self.seconds + other.seconds,
-            self.from_cache + other.from_cache,
-            {
-                name: self.phases.get(name, Phase()) + other.phases.get(name, Phase())
-                for name in (*self.phases, *other.phases)
-            },
-        )
 
 
 def read_shard(
@@ -180,13 +155,16 @@ class ShardReader:
 
     def buffers_for(self, blocks: Sequence[int], *, keep: bool = False) -> Buffers:
         """Buffers that fit each of the blocks; with `keep`, whole."""
-        sizes = self._buffer_sizes(blocks, keep)
+        return self.buffers_of(*self.buffer_nbytes_for(blocks, keep))
+
+    def buffers_of(self, plain: int, stored: int) -> Buffers:
+        """Buffers of sizes that are this shard's, or of several like it."""
         try:
-            return Buffers(*sizes)
+            return Buffers(plain, stored)
         except (MemoryError, OverflowError, OSError):
-            if sum(sizes) <= MAX_POOL_NBYTES:
+            if plain + stored <= MAX_POOL_NBYTES:
                 raise StorageError(
-                    f"there is no memory for {sum(sizes)} bytes of buffers",
+                    f"there is no memory for {plain + stored} bytes of buffers",
                     errno=errno.ENOMEM,
                     path=self.path,
                     rank=self.header.rank,
@@ -194,7 +172,7 @@ class ShardReader:
             # A compressed shard's header may claim any block size, and a small file may seem to keep the
             # promise.
             raise CorruptCheckpointError(
-                f"the shard has blocks of {sizes[0]} bytes, for which there is no memory",
+                f"the shard has blocks of {plain} bytes, for which there is no memory",
                 path=self.path,
                 rank=self.header.rank,
             ) from None
@@ -206,7 +184,7 @@ class ShardReader:
         scarce; but where the page cache has them, never more than there are CPUs: each keeps one busy, and
         more would push each other's pieces out of its cache.
         """
-        plain, stored = self._buffer_sizes(blocks)
+        plain, stored = self.buffer_nbytes_for(blocks)
         each = plain + stored
         if not stored and threads > 1:
             threads = min(threads, len(os.sched_getaffinity(0))) if self._cached(blocks) else 2 * threads
@@ -220,7 +198,8 @@ class ShardReader:
         except StorageError:  # told of when the block is read
             return False
 
-    def _buffer_sizes(self, blocks: Sequence[int], keep: bool = False) -> tuple[int, int]:
+    def buffer_nbytes_for(self, blocks: Sequence[int], keep: bool = False) -> tuple[int, int]:
+        """Of a thread's buffers: for bytes as they are delivered, and as they are stored if compressed."""
         plain = stored = 0
         for block in blocks:
             start, stop = self._blocks.span(block)
@@ -319,60 +298,49 @@ class ShardReader:
         self, reads: Sequence[BlockRead], *, threads: int, progress: Progress | None = None
     ) -> ReadStats:
         """Reads and checks the blocks and makes their copies; see `read_shard`."""
-        began = time.monotonic()
-        lock = threading.Lock()
-        nbytes_read = nbytes_delivered = from_cache = decompressed = digested = 0
-        workers: list[Spent] = []
-        trace = recorder.current
-        tensors = TensorsOf(() if trace is None else _spans(self.header))
-
-        def traced(read: BlockRead, buffers: Buffers, trace: recorder.Recorder) -> bool:
-            started = recorder.clock()
-            cached = self.read(read, buffers)
-            args = {"shard": self.header.rank, "block": read.block, "bytes": self.extent(read.block)[1]}
-            args |= tensors(*self._blocks.span(read.block))
-            trace.add("block", "whole", started, recorder.clock(), args)
-            trace.flush_if_due()
-            return cached
-
-        def with_own_buffers() -> Buffers:
-            buffers = self.buffers_for(blocks)
-            workers.append(buffers.spent)
-            return buffers
+        blocks = [read.block for read in reads]
+        tally = Tally()
 
         def step(read: BlockRead, buffers: Buffers) -> None:
-            nonlocal nbytes_read, nbytes_delivered, from_cache, decompressed, digested
-            try:
-                cached = self.read(read, buffers) if trace is None else traced(read, buffers, trace)
-            except BlockDamagedError as error:
-                raise error.damage.error() from None
-            stored = self.extent(read.block)[1]
-            nbytes = round_up(stored, PAGE)
-            start, stop = self._blocks.span(read.block)
-            with lock:
-                digested += stop - start
-                decompressed += stop - start if stored != stop - start else 0
-                nbytes_read += nbytes
-                nbytes_delivered += read.nbytes_wanted
-                from_cache += nbytes if cached else 0
-                if progress is not None:
+            nbytes = self.take(read, buffers, tally)
+            if progress is not None:
+                with tally.lock:
                     progress(nbytes)
 
-        blocks = [read.block for read in reads]
-        in_threads(reads, self.threads_for(blocks, threads), with_own_buffers, step)
-        return ReadStats(
-            nbytes_read,
-            nbytes_delivered,
-            len(reads),
-            time.monotonic() - began,
-            from_cache,
-            parts(
-                workers,
-                read_nbytes=nbytes_read,
-                decompressed_nbytes=decompressed,
-                verified_nbytes=digested if self._verify else 0,
-            ),
+        in_threads(
+            reads, self.threads_for(blocks, threads), lambda: tally.entered(self.buffers_for(blocks)), step
         )
+        return tally.stats()
+
+    def take(self, read: BlockRead, buffers: Buffers, tally: Tally) -> int:
+        """Reads one block, makes its copies, checks it and counts all of it in. Returns the bytes read from
+        the file. Raises what `read_shard` raises."""
+        trace = recorder.current
+        started = recorder.clock()
+        try:
+            cached = self.read(read, buffers)
+        except BlockDamagedError as error:
+            raise error.damage.error() from None
+        start, stop = self._blocks.span(read.block)
+        stored = self.extent(read.block)[1]
+        if trace is not None:
+            args = {"shard": self.header.rank, "block": read.block, "bytes": stored}
+            args |= self._tensors(start, stop)
+            trace.add("block", "whole", started, recorder.clock(), args)
+            trace.flush_if_due()
+        nbytes = round_up(stored, PAGE)
+        tally.count(
+            read=nbytes,
+            cached=nbytes if cached else 0,
+            delivered=read.nbytes_wanted,
+            decompressed=stop - start if stored != stop - start else 0,
+            verified=stop - start if self._verify else 0,
+        )
+        return nbytes
+
+    @cached_property
+    def _tensors(self) -> TensorsOf:
+        return TensorsOf((entry.name, entry.start, entry.stop) for entry in self.header.tensors)
 
     def damage(self, block: int, reason: str) -> Damage:
         start, stop = self._blocks.span(block)
@@ -383,10 +351,6 @@ class ShardReader:
     def _set_rank(self, error: CheckpointError) -> None:
         if error.rank is None:
             error.rank = self.header.rank
-
-
-def _spans(header: ShardHeader) -> list[tuple[str, int, int]]:
-    return [(entry.name, entry.start, entry.stop) for entry in header.tensors]
 
 
 def scatter(read: BlockRead, address: int) -> None:
