@@ -26,18 +26,22 @@ def restore_zstd() -> None:
     _restore("zstd")
 
 
-def _restore(codec: str) -> None:
+def restore_own() -> None:
+    _restore("own")
+
+
+def _restore(name: str) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = expected.saved_state(rank, mesh)
     target = {"model": {}} | {key: blank(value) for key, value in state.items() if key != "model"}
-    for name, tensor in state["model"].items():
+    for key, tensor in state["model"].items():
         _local(tensor).fill_(0)
-        target["model"][name] = tensor
-    with ck.Checkpointer(Path(sys.argv[1]) / codec) as ckpt:
+        target["model"][key] = tensor
+    with ck.Checkpointer(Path(sys.argv[1]) / name) as ckpt:
         info = ckpt.restore(target)
         assert (info.step, info.fell_back_from) == (expected.STEP, ())
-    found = target | {"model": {name: _local(tensor) for name, tensor in target["model"].items()}}
+    found = target | {"model": {key: _local(tensor) for key, tensor in target["model"].items()}}
     check_equal(found, expected.local_state(rank))
 
 

@@ -12,6 +12,7 @@ from safetensors import safe_open
 import ckptengine as ck
 from ckptengine.format.index import decode_index, index_from_headers
 from ckptengine.format.names import INDEX_NAME
+from ckptengine.format.per_rank import PerRank
 from ckptengine.format.shard import ShardHeader
 from ckptengine.read.shards import open_header
 from ckptengine.storage.posix import PosixStore
@@ -24,7 +25,7 @@ from tests.helpers.equality import check_equal, check_layout, check_numpy_order
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 V1 = Path(__file__).parent / "v1"
-CODECS = ("raw", "zstd")
+STATES = ("raw", "zstd", "own")
 STEP = f"step-{expected.STEP:010d}"
 
 FINGERPRINTS = {
@@ -32,6 +33,7 @@ FINGERPRINTS = {
     "zstd": "0c385235711270d0ea3cb47bc8887cfb",
     "planes": "47eab0ce72d75b1c63bb8a0963cc6873",
     "dtypes": "13a51e7301e8818096bb3c0a681a3626",
+    "own": "3dddfad45b4ba3af582eadca290d8c59",
 }
 
 
@@ -49,9 +51,9 @@ def test_every_byte_is_as_it_was_written(name: str) -> None:
     assert report.world_size == (1 if name in ("dtypes", "planes") else expected.WORLD_SIZE)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_the_whole_state_is_read(codec: str) -> None:
-    with ck.open_checkpoint(V1 / codec) as c:
+@pytest.mark.parametrize("name", STATES)
+def test_the_whole_state_is_read(name: str) -> None:
+    with ck.open_checkpoint(V1 / name) as c:
         check_equal(c.metadata, expected.METADATA)
         state = c.load()
         check_equal(state, expected.whole_state())
@@ -62,10 +64,10 @@ def test_the_whole_state_is_read(codec: str) -> None:
         assert c.get_value("values.enum.0") is expected.values()["enum"][0]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("rank", range(expected.WORLD_SIZE))
-def test_each_ranks_own_state_is_read(codec: str, rank: int) -> None:
-    with ck.open_checkpoint(V1 / codec / STEP) as c:
+def test_each_ranks_own_state_is_read(name: str, rank: int) -> None:
+    with ck.open_checkpoint(V1 / name / STEP) as c:
         state = c.load(rank=rank)
     check_equal(state, expected.local_state(rank))
     check_layout(state, expected.local_state(rank))
@@ -74,10 +76,10 @@ def test_each_ranks_own_state_is_read(codec: str, rank: int) -> None:
 
 @pytest.mark.dist
 def test_two_ranks_restore_it(tmp_path: Path) -> None:
-    for codec in CODECS:
-        shutil.copytree(V1 / codec, tmp_path / codec)
-    outcome = run_ranks(tmp_path, "tests.golden.cases", ["restore_raw", "restore_zstd"])
-    assert outcome == {"restore_raw": "", "restore_zstd": ""}
+    for name in STATES:
+        shutil.copytree(V1 / name, tmp_path / name)
+    outcome = run_ranks(tmp_path, "tests.golden.cases", [f"restore_{name}" for name in STATES])
+    assert outcome == {f"restore_{name}": "" for name in STATES}
 
 
 @pytest.mark.parametrize("name", expected.EXOTIC_DTYPES)
@@ -136,6 +138,21 @@ def test_the_index_is_what_the_headers_say(name: str) -> None:
     for tensor in index.names():
         assert index.info(tensor) == rebuilt.info(tensor)
         assert index.chunks(tensor) == rebuilt.chunks(tensor)
+    assert index.per_rank == (rebuilt.per_rank if name == "own" else None)
+
+
+def test_what_ranks_do_not_hold_alike_is_found_in_old_and_new_headers() -> None:
+    some = {"own.only 0", "own.only 1"}
+    new = index_from_headers(headers("own")).per_rank
+    assert new == PerRank(frozenset({"own.rank", "own.rng"}), frozenset(some))
+    old = index_from_headers(headers("raw")).per_rank
+    assert old is not None
+    assert old.some_ranks == some
+    # Those of before `own` cannot tell which tensors of a rank's own are alike.
+    tensors = {f"dtypes.{name}" for name in expected.COMMON_DTYPES}
+    tensors |= {f"layouts.{name}" for name in expected.layouts()}
+    large = {f"values.large {kind}" for kind in ("bytes", "bytearray", "array")}
+    assert old.differing - {"layouts.left#storage"} >= {"own.rank", "own.rng"} | tensors | large
 
 
 def test_the_files_show_what_they_are_to_show() -> None:
@@ -153,4 +170,4 @@ def test_the_files_show_what_they_are_to_show() -> None:
     assert {view.name for view in raw[0].views} >= {"layouts.tied", "layouts.transposed", "layouts.left"}
     kinds = {entry.kind for entry in raw[0].tensors}
     assert kinds == {None, "bytes", "bytearray", "ndarray"}
-    assert sum(path.stat().st_size for path in V1.rglob("*") if path.is_file()) < 120_000
+    assert sum(path.stat().st_size for path in V1.rglob("*") if path.is_file()) < 160_000
