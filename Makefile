@@ -18,7 +18,8 @@ STAMP := $(VENV)/.installed
 # Extra arguments for pytest: make test ARGS='-k verify -x'
 ARGS ?=
 
-$(STAMP): pyproject.toml constraints.txt
+# The last two make the compiled helper, which an editable install puts beside its source.
+$(STAMP): pyproject.toml constraints.txt hatch_build.py ckptengine/storage/streaming.c
 	@if ! $(BIN)/python -c '$(SUITABLE)' 2>/dev/null; then \
 	  found=; \
 	  for candidate in $(if $(PYTHON),'$(PYTHON)',$(CANDIDATES)); do \

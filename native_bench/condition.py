@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from ckptengine.storage import streaming
 from ckptengine.storage.headroom import cgroups, meminfo
 from native_bench.mounts import Mount, mount_of
 from native_bench.page_cache import can_drop_caches
@@ -69,6 +70,8 @@ class Condition:
     io_uring: str
     python: str
     packages: Mapping[str, str]
+    streaming: str
+    """Whether the engine's compiled helper for copies in memory is loaded, or why not."""
 
     @property
     def cores(self) -> float:
@@ -106,6 +109,8 @@ class Condition:
             found.append("transparent huge pages are off: huge-page figures are not")
         if not self.can_drop_caches:
             found.append("the page cache cannot be dropped (not root): cold reads rest on posix_fadvise")
+        if self.streaming != streaming.LOADED and platform.machine() == "x86_64":
+            found.append(f"the engine copies without its compiled helper ({self.streaming})")
         return tuple(found)
 
     def to_json(self) -> dict[str, object]:
@@ -153,6 +158,7 @@ class Condition:
             ("io_uring", self.io_uring),
             ("Python", self.python),
             ("packages", ", ".join(f"{name} {version}" for name, version in self.packages.items())),
+            ("compiled helper", self.streaming),
         ]
 
 
@@ -187,6 +193,7 @@ def condition_of(directory: str | os.PathLike[str] = ".") -> Condition:
         io_uring=_io_uring(),
         python=f"{platform.python_implementation()} {platform.python_version()}",
         packages=versions_of(PACKAGES),
+        streaming=streaming.status,
     )
 
 

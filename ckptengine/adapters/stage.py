@@ -52,7 +52,6 @@ def copy_items(
     on_device: list[tuple[torch.Tensor, int]] = []
     # (offset, bytes, work)
     work: list[tuple[int, int, Callable[[], object]]] = []
-    memmove = ctypes.memmove
     began = recorder.clock()
     for item, offset in zip(items, offsets, strict=True):
         nbytes = item.nbytes
@@ -60,10 +59,10 @@ def copy_items(
             continue
         source = item.source
         if isinstance(source, bytes):
-            memmove(base + offset, source, nbytes)
+            ctypes.memmove(base + offset, source, nbytes)
         elif source.is_cpu and source.is_contiguous():
             if nbytes <= SMALL_NBYTES:
-                memmove(base + offset, source.data_ptr(), nbytes)
+                memcopy.move_past(base + offset, source.data_ptr(), nbytes)
                 continue
             address = source.data_ptr()
             for start in range(0, nbytes, PIECE_NBYTES):
@@ -109,7 +108,7 @@ def _do(
     go_on: Callable[[], None],
     on_staged: Callable[[int], None],
 ) -> None:
-    # In the order of the payload, so that its beginning is there early. memmove and copy_ release the GIL.
+    # In the order of the payload, so that its beginning is there early. Long copies release the GIL.
     work.sort(key=lambda entry: entry[0])
     lock = threading.Lock()
     done = [False] * len(work)

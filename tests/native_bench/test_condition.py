@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def quiet(condition: Condition) -> Condition:
         governor=None,
         transparent_huge_pages="madvise",
         can_drop_caches=True,
+        streaming="loaded",
     )
 
 
@@ -68,6 +70,11 @@ def test_a_quiet_machine_has_no_warnings(condition: Condition) -> None:
         ({"governor": "powersave"}, "powersave"),
         ({"transparent_huge_pages": "never"}, "huge pages are off"),
         ({"can_drop_caches": False}, "posix_fadvise"),
+        pytest.param(
+            {"streaming": "not built"},
+            "without its compiled helper (not built)",
+            marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="nothing to be built"),
+        ),
     ],
 )
 def test_it_warns_of_what_spoils_figures(condition: Condition, change: dict[str, object], word: str) -> None:
