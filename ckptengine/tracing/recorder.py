@@ -120,7 +120,10 @@ class Recorder:
         with self._flushing:
             self._write()
             if self._fd >= 0:
-                self._put(b"]\n")
+                try:
+                    self._put(b"]\n")
+                except OSError:  # nothing is lost: a file need not end
+                    pass
                 self._give_up(None)
 
     def _new_lane(self) -> int:
@@ -147,8 +150,8 @@ class Recorder:
             self._put(self._encoded(taken, dropped))
             if self._nbytes > MAX_FILE_NBYTES:
                 self._give_up(f"it has more than {MAX_FILE_NBYTES} bytes")
-        except OSError as error:
-            self._give_up(str(error))
+        except Exception as error:  # whatever it is, no save or restore is to fail for it
+            self._give_up(str(error) or type(error).__name__)
 
     def _open(self) -> None:
         os.makedirs(self.directory, exist_ok=True)
@@ -325,9 +328,9 @@ def _boot_id() -> str:
 
 def _line(event: Mapping[str, Any]) -> bytes:
     try:
-        return msgspec.json.encode(event) + b"\n"
-    except UnicodeEncodeError:  # a path that is not UTF-8, which JSON cannot carry
-        return json.dumps(event).encode() + b"\n"
+        return msgspec.json.encode(event, enc_hook=str) + b"\n"
+    except (UnicodeEncodeError, OverflowError):  # a path that is not UTF-8, a step of more than 64 bits
+        return json.dumps(event, default=str).encode() + b"\n"
 
 
 def _forget_in_child() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckptengine.tracing import recorder
@@ -81,11 +83,14 @@ def test_what_fails_is_recorded_too(tmp_path: Path) -> None:
 
 def test_whole_microseconds_keep_events_within_each_other(tmp_path: Path) -> None:
     trace = Recorder(str(tmp_path), 0, "trainer")
-    for i in range(500):
-        at = i * 7001
-        trace.add("inner", "cpu", at + 1, at + 999)
-        trace.add("next", "cpu", at + 999, at + 3500)
-        trace.add("outer", "whole", at, at + 3500)
+    at = 0
+    generator = random.Random(5)
+    for _ in range(500):
+        began, middle, ended = sorted(generator.sample(range(at, at + 5000), 3))
+        trace.add("inner", "cpu", began, middle)
+        trace.add("next", "cpu", middle, ended)
+        trace.add("outer", "whole", began, ended)
+        at = ended
     trace.close()
     check(load(only_file(tmp_path)))
 
@@ -235,6 +240,33 @@ def test_a_writer_process_follows_its_tasks(tmp_path: Path) -> None:
 def test_a_path_that_is_not_utf8_does_not_break_the_trace(tmp_path: Path) -> None:
     trace = Recorder(str(tmp_path), 0, "trainer")
     trace.add("read", "io", 1, 2, {"file": os.fsdecode(b"caf\xe9")})
+    trace.close()
+    check(load(only_file(tmp_path)))
+
+
+class Odd:
+    def __str__(self) -> str:
+        raise KeyError("odd")
+
+
+def test_arguments_that_json_has_no_word_for_become_text(tmp_path: Path) -> None:
+    trace = Recorder(str(tmp_path), 0, "trainer")
+    trace.add("save", "whole", 1, 2, {"step": np.int64(7)})
+    trace.add("save", "whole", 3, 4, {"step": 1 << 80})
+    trace.flush()
+    trace.add("save", "whole", 5, 6, {"step": Odd()})
+    trace.close()  # gives the trace up, and raises nothing
+    events = load(only_file(tmp_path))
+    check(events)
+    assert [event["args"]["step"] for event in spans(events)] == ["7", 1 << 80]
+
+
+def test_a_disk_that_is_full_at_the_end_breaks_nothing(tmp_path: Path) -> None:
+    trace = Recorder(str(tmp_path), 0, "trainer")
+    trace.add("save", "whole", 1, 2)
+    trace.flush()
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), trace._fd)
     trace.close()
     check(load(only_file(tmp_path)))
 
