@@ -67,6 +67,8 @@ def rows(directory: Path, sizes: Sizes, cores: int, build_dir: Path | None = Non
             for pages, called in (("4k", "4 KiB"), ("huge", "huge")):
                 name = f"memcpy into {into} {called} pages, {_threads(n)}"
                 yield row(name, limits.memcpy, sizes.memory, n, into=into, pages=pages)
+        name = f"copy by non-temporal stores into warm 4 KiB pages, {_threads(n)}"
+        yield row(name, limits.memcpy, sizes.memory, n, stores="streaming")
     for n in threads:
         yield row(f"xxh3-128, {_threads(n)}", limits.xxh3_128, sizes.memory, n)
     for level in (-5, 1, 3):

@@ -185,12 +185,13 @@ def memcpy(
     into: Literal["warm", "fresh"] = "warm",
     pages: Pages = "4k",
     block: int = 0,
+    stores: Literal["libc", "streaming"] = "libc",
     repeat: int = 5,
     timeout_s: float = TIMEOUT_S,
     build_dir: StrPath | None = None,
 ) -> CopyLimit:
     """`nbytes` copied in memory. `into`: memory that has its pages, or gets them on the way. block 0: each
-    thread copies its share with one call."""
+    thread copies its share with one call. stores: libc's memcpy, or non-temporal stores (x86-64 only)."""
     return run(
         "memcpy",
         CopyLimit,
@@ -199,6 +200,7 @@ def memcpy(
         f"--into={into}",
         f"--pages={pages}",
         f"--block={block}",
+        f"--stores={stores}",
         f"--repeat={repeat}",
         timeout_s=timeout_s,
         build_dir=build_dir,

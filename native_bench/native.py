@@ -10,6 +10,7 @@ from pathlib import Path
 from ckptengine.format.limits import PAGE, round_up
 from native_bench import limits
 from native_bench.cases import Case
+from native_bench.results import STREAMING
 
 _CANDIDATES = (1, 2, 4)
 
@@ -49,7 +50,8 @@ class Limits:
         return (
             f"`direct_write` ({write}); `direct_read` of the engine's shards ({read}); "
             f"`buffered_read` of them when hot; `memcpy` between warm 4 KiB pages, "
-            f"{self._tuned.threads or 1} threads, each its share in one call"
+            f"{self._tuned.threads or 1} threads, each its share in one call (and the same "
+            "with non-temporal stores, for a note)"
         )
 
     def prepare(self, nbytes: int) -> None:
@@ -69,13 +71,20 @@ class Limits:
         self._tuned.threads = max(rates, key=lambda threads: rates[threads])
 
     def alone(self) -> dict[str, float]:
-        """Seconds to write as many bytes as the case has, and to copy them."""
+        """Seconds to write as many bytes as the case has, and to copy them: as libc does it, and with
+        non-temporal stores where the program has them."""
         knobs = self._tuned.write or limits.WriteKnobs()
         write = limits.direct_write(
             self._directory, self._nbytes, knobs, files=self._case.world_size, repeat=1
         )
-        copy = limits.memcpy(self._nbytes, self._tuned.threads or 1, repeat=3)
-        return {"save_s": min(write.seconds), "memcpy_s": sorted(copy.seconds)[1]}
+        threads = self._tuned.threads or 1
+        copy = limits.memcpy(self._nbytes, threads, repeat=3)
+        found = {"save_s": min(write.seconds), "memcpy_s": sorted(copy.seconds)[1]}
+        try:
+            streamed = limits.memcpy(self._nbytes, threads, stores="streaming", repeat=3)
+        except limits.Unavailable:
+            return found
+        return {**found, STREAMING: sorted(streamed.seconds)[1]}
 
     def read(self, paths: Sequence[str], kind: str) -> dict[str, float]:
         """Seconds to read the engine's own shards, of all ranks together, `"cold"` or `"hot"`."""

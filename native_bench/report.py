@@ -86,6 +86,7 @@ def _machine_rows(machine: Mapping[str, Any], versions: Mapping[str, str]) -> li
         ("load before", ", ".join(f"{value:.2f}" for value in machine.get("load", ()))),
         ("kernel, Python", f"{machine.get('kernel')}, {machine.get('python')}"),
         ("packages", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("compiled helper", str(machine.get("streaming") or "not told")),
     ]
     return rows
 
@@ -99,7 +100,7 @@ def _target_table(found: Sequence[Target]) -> str:
         "",
         f"{summary(found)}. Ratios are of medians; above 1 × the engine is the faster one. Where a target "
         "that is short asks for more than the machine's own limit in the same run, the last column says "
-        "what the limit is.",
+        "what the limit is; beside a stall, what a copy with non-temporal stores takes.",
         "",
         "| figure | measured | target | | |",
         "|---|---|---|---|---|",

@@ -13,11 +13,15 @@ from native_bench.cases import Case
 
 FORMAT = 1
 
-TIMED = ("stall_s", "save_s", "restore_cold_s", "restore_hot_s", "memcpy_s", "turn_s")
+TIMED = ("stall_s", "save_s", "restore_cold_s", "restore_hot_s", "memcpy_s", "memcpy_streaming_s", "turn_s")
 """Figures of which ratios are made."""
 
 NATIVE = "native"
 """The name under which the native programs' limits stand among the systems."""
+
+STREAMING = "memcpy_streaming_s"
+"""Of the native programs: the copy with non-temporal stores. Told beside the targets, which are held against
+libc's memcpy."""
 
 
 class System(msgspec.Struct, kw_only=True):

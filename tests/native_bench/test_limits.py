@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -209,6 +210,14 @@ def test_memory_is_copied(programs: Build, into: str, pages: str, block: int) ->
         assert found.huge_page_bytes == 0
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="has no non-temporal stores here")
+@pytest.mark.parametrize(("nbytes", "block"), [(4 * MIB + 5000, 0), (4 * MIB + 37, 64 * KIB), (4096, 192)])
+def test_memory_is_copied_with_non_temporal_stores(programs: Build, nbytes: int, block: int) -> None:
+    found = limits.memcpy(nbytes, 2, block=block, stores="streaming", repeat=2, build_dir=programs.directory)
+    consistent(found, "memcpy", nbytes, 2)
+    assert found.flags["stores"] == "streaming"
+
+
 @pytest.mark.parametrize("code", ["auto", "sse2", "avx2", "avx512", "library"])
 def test_memory_is_digested(programs: Build, code: str) -> None:
     where = programs.directory
@@ -287,6 +296,11 @@ def test_wrong_flags_are_usage_errors(programs: Build, program: str) -> None:
         ("memcpy", ["--bytes=8X"], "is no size"),
         ("memcpy", ["--bytes=99999999999T"], "is no size"),
         ("memcpy", ["--bytes="], "is no size"),
+        ("memcpy", ["--stores=plain"], "is none of libc|streaming"),
+        pytest.param(
+            *("memcpy", ["--stores=streaming", "--block=100"], "multiples of 64"),
+            marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="unavailable here"),
+        ),
         ("zstd_rate", ["--level=999"], "no whole number from"),
         ("zstd_rate", ["--data=words"], "is none of bf16-normal"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from native_bench import limits
 from native_bench.cases import FULL
 from native_bench.native import Limits, Tuned
+from native_bench.results import STREAMING
 
 
 def test_knobs_are_found_once_for_cases_of_a_kind_and_a_place(
@@ -44,8 +45,10 @@ def test_knobs_are_found_once_for_cases_of_a_kind_and_a_place(
         one = Limits(by_name[name], tmp_path, tuned)
         one.prepare(4096)
         used.clear()
-        assert one.alone() == {"save_s": 1.0, "memcpy_s": 2.0}
-        (written, more), _ = used
+        assert one.alone() == {"save_s": 1.0, "memcpy_s": 2.0, STREAMING: 2.0}
+        (written, more), (_, libc), (_, streaming) = used
+        assert "stores" not in libc
+        assert streaming["stores"] == "streaming"
         assert written[2] is write
         assert more["files"] == by_name[name].world_size
         assert one.read([f"{name}/shard-0", f"{name}/INDEX"], "cold") == {"restore_cold_s": 3.0}
@@ -53,3 +56,17 @@ def test_knobs_are_found_once_for_cases_of_a_kind_and_a_place(
         assert "`direct_write` (threads, 4, 16 MiB blocks)" in one.how
     # Two ranks are like one, small tensors are not, nor is memory.
     assert [what for what, _ in tried] == ["write", "read"] * 3
+
+
+def test_a_machine_without_non_temporal_stores_has_the_other_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memcpy(*given: Any, stores: str = "libc", **more: Any) -> Any:
+        if stores == "streaming":
+            raise limits.Unavailable("for x86-64 only")
+        return SimpleNamespace(seconds=(3.0, 1.0, 2.0))
+
+    monkeypatch.setattr(limits, "build", lambda: None)
+    monkeypatch.setattr(limits, "memcpy", memcpy)
+    monkeypatch.setattr(limits, "direct_write", lambda *given, **more: SimpleNamespace(seconds=(1.0,)))
+    assert Limits(FULL[0], tmp_path, {}).alone() == {"save_s": 1.0, "memcpy_s": 2.0}

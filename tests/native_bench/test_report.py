@@ -13,9 +13,9 @@ from native_bench import guard, plots, readme, report, results, sections
 from native_bench.__main__ import main
 from native_bench.cases import GIB, Case
 from native_bench.guard import Baseline
-from native_bench.results import NATIVE, CaseResult, Results, System
+from native_bench.results import NATIVE, STREAMING, CaseResult, Results, System
 from native_bench.sections import Section, Table
-from native_bench.targets import REPORTED, Target, overhead_s, targets
+from native_bench.targets import REPORTED, Target, fastest_limit, overhead_s, targets
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,6 +95,22 @@ def test_targets_are_held_against_the_right_figures() -> None:
     assert found["restore hot, digests not checked"].met is None
     assert found["small tensors, restore cold, beside DCP"].met
     assert found["save, beside stock NVRx"].met
+
+
+def test_what_non_temporal_stores_reach_is_told_and_makes_no_target_easier() -> None:
+    plain, streaming = made_up(stall_s=0.26), made_up(stall_s=0.26)
+    for case in streaming.cases:
+        if (native := case.find(NATIVE)) is not None:
+            native.samples[STREAMING] = [0.1]
+    before, after = by_figure(targets(plain)), by_figure(targets(streaming))
+    assert {name: (one.measured, one.target, one.met) for name, one in before.items()} == {
+        name: (one.measured, one.target, one.met) for name, one in after.items()
+    }
+    assert before["stall, copied snapshot"].note == ""
+    assert after["stall, copied snapshot"].note == "a copy by non-temporal stores takes 0.50 × native memcpy"
+    # Nor does a limit excuse what the faster copy would reach.
+    assert fastest_limit(plain.cases[0], "stall_s") == 0.2
+    assert fastest_limit(streaming.cases[0], "stall_s") == 0.1
 
 
 def test_a_target_beyond_the_limit_of_the_machine_says_so() -> None:
