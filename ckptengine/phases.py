@@ -160,6 +160,17 @@ class Stopwatch:
         return RestorePhases(**self._phases)
 
 
+def encode(one: RankPhases) -> bytes:
+    """For other ranks: some 200 bytes, as there may be thousands."""
+    phases = [(phase.seconds, phase.nbytes, phase.thread_seconds) for _, phase in one.phases.items()]
+    return msgspec.msgpack.encode((one.rank, phases))
+
+
+def decode(data: bytes) -> RankPhases:
+    rank, phases = msgspec.msgpack.decode(data, type=tuple[int, list[tuple[float, int, float]]])
+    return RankPhases(rank, RestorePhases(*(Phase(*phase) for phase in phases)))
+
+
 class Ranks:
     """All ranks' figures, which travel with the word that all have succeeded: no wait of their own."""
 
@@ -170,15 +181,15 @@ class Ranks:
         self.slowest: RankPhases | None = None
 
     def own(self) -> bytes:
-        return msgspec.msgpack.encode(RankPhases(self._rank, self._watch.phases()))
+        return encode(RankPhases(self._rank, self._watch.phases()))
 
     def summary(self, values: list[bytes]) -> bytes:
         """The coordinator's: it keeps all, and the others hear of the slowest."""
-        self.all = tuple(msgspec.msgpack.decode(value, type=RankPhases) for value in values)
-        return msgspec.msgpack.encode(max(self.all, key=lambda one: one.seconds))
+        self.all = tuple(decode(value) for value in values)
+        return encode(max(self.all, key=lambda one: one.seconds))
 
     def learn(self, slowest: bytes) -> None:
-        self.slowest = msgspec.msgpack.decode(slowest, type=RankPhases)
+        self.slowest = decode(slowest)
 
 
 def table(phases: Iterator[tuple[str, Phase]], seconds: float) -> list[str]:
