@@ -35,12 +35,18 @@ constexpr bool can_stream = true;
 // Stores that pass the caches by, which libc's memcpy has for its longest calls only. Targets are aligned to pages.
 void stream(char* to, const char* from, std::uint64_t nbytes) {
   std::uint64_t at = 0;
-  for (; at + 64 <= nbytes; at += 64) {
-    _mm_prefetch(from + std::min(at + 4096, nbytes), _MM_HINT_NTA);
-    for (int word = 0; word < 64; word += 16)
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at + word),
-                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at + word)));
-  }
+  const auto lines = [&](std::uint64_t step) {
+    for (; at + step <= nbytes; at += step) {
+      // Past the source's end, a prefetch does nothing.
+      for (std::uint64_t line = 0; line < step; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) + at + line + 4096), _MM_HINT_NTA);
+      for (std::uint64_t word = 0; word < step; word += 16)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to + at + word),
+                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at + word)));
+    }
+  };
+  lines(256);
+  lines(64);
   _mm_sfence();
   std::memcpy(to + at, from + at, nbytes - at);
 }
