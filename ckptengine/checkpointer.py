@@ -26,7 +26,8 @@ from ckptengine.format.names import RunId
 from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo, RestoreInfo
 from ckptengine.monitor import Run
-from ckptengine.restorer import restore
+from ckptengine.read.per_rank import PerRankPolicy, PerRankSpec
+from ckptengine.restorer import RestoreOptions, restore
 from ckptengine.saver import Saver
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
@@ -124,7 +125,13 @@ class Checkpointer:
             return self._saver.save(step, state, metadata, at_once=True).result()
 
     def restore(
-        self, state: Any, *, step: int | None = None, strict: bool = True, verify: bool = True
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        verify: bool = True,
+        per_rank: PerRankSpec = "error",
     ) -> RestoreInfo:
         """Fill `state` in place from the newest commit, or from `step`.
 
@@ -141,6 +148,13 @@ class Checkpointer:
         into the state; manifest and headers are still checked. For benchmarks, and for storage that checks
         from end to end itself. `RestoreInfo.verified` keeps it.
 
+        per_rank: of use where another number of ranks saved: what becomes of values, and whole tensors, of
+        which not all of these held the same. `"error"` lists them; `"rank0"` gives all ranks rank 0's;
+        `"drop"` leaves the target's as they are. Or a dict from patterns of names to one of these, as
+        `{"rng": "drop", "*": "error"}`: the first that matches counts, a name also stands for all below it,
+        and what is dropped by name is dropped whether it differs or not (a single rank's never does). An
+        object that is loaded as a whole is dropped as a whole. `RestoreInfo.from_rank0` and `dropped` tell.
+
         Raises `CheckpointNotFoundError` if nothing was ever committed, `StateMismatchError` listing every
         difference (the target is untouched, unless tensors of it share memory and were stored with different
         values, which shows only while they are filled), `CorruptCheckpointError` if no commit is whole
@@ -149,6 +163,7 @@ class Checkpointer:
         `CheckpointNotFoundError`. Waits first for the saves under way.
         """
         self._check_open()
+        options = RestoreOptions(strict, verify, PerRankPolicy.of(per_rank))
         self._saver.wait(None)
         # Another Checkpointer's save may be copying what this one overwrites.
         wait_for_copies()
@@ -158,8 +173,7 @@ class Checkpointer:
                     self.root,
                     state,
                     step=step,
-                    strict=strict,
-                    verify=verify,
+                    options=options,
                     store=self._store,
                     group=self._group,
                     config=self.config,

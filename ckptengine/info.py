@@ -103,6 +103,9 @@ class RestoreInfo:
     nbytes: bytes delivered into this rank's state. seconds: wall time of the whole call. read_seconds: of
     reading, checking and placing the bytes. missing, unexpected: keys only in the target, only in the
     checkpoint (with `strict=False`).
+    world_size: of the ranks that saved it. from_rank0, dropped: values that each of these had its own of and
+    that another number of ranks could not have back, so that all got rank 0's, or kept what they had (see
+    `Checkpointer.restore`).
     fell_back_from: newer steps that were damaged. source: where the bytes came from. from_cache_nbytes: how
     many of them the page cache had. verified: every byte was checked against its digest.
     rank, phases: whose figures these are, and where its `seconds` went. slowest: the rank that was busy
@@ -117,6 +120,9 @@ class RestoreInfo:
     read_seconds: float
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    world_size: int = 0
+    from_rank0: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     fell_back_from: tuple[FallBack, ...] = field(default=())
     source: str = "storage"
     from_cache_nbytes: int = 0

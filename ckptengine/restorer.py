@@ -1,5 +1,9 @@
 """A restore, as one rank goes through it: resolve → plan → read → apply, with all ranks agreeing after each.
 
+A rank whose target is made of what is in its own shard reads that and no other. Any other plans over all
+ranks' shards, by itself: what it has to say to the others is the same. Only where another number of ranks
+saved, as all of them know from the start, they tell each other which keys they had no place for.
+
 Nothing of the target is touched before every rank has found that the checkpoint fits it. A damaged shard on
 any rank sends all ranks to the previous commit together; a mismatch is an error on all of them.
 """
@@ -10,15 +14,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import msgspec
 
 from ckptengine.adapters.collector import gc_paused
-from ckptengine.adapters.restore import Match, RestoreTarget
-from ckptengine.catalog.catalog import StepEntry, ignored_entries, list_steps, newest_first, read_manifest
+from ckptengine.adapters.matching import Differences
+from ckptengine.adapters.restore import Match, RestoreTarget, mismatch
+from ckptengine.adapters.world import World
+from ckptengine.catalog.catalog import StepEntry, ignored_entries, list_steps, newest_first
 from ckptengine.comm.group import COORDINATOR, Failure, Group
 from ckptengine.config import Config
 from ckptengine.errors import (
@@ -26,17 +32,16 @@ from ckptengine.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     NotCommittedError,
-    StateMismatchError,
     StorageError,
 )
 from ckptengine.format.manifest import Manifest, ShardRef
 from ckptengine.format.names import step_dirname
-from ckptengine.format.shard import ShardHeader
 from ckptengine.info import FallBack, RestoreInfo
-from ckptengine.phases import Phase, Ranks, Stopwatch
-from ckptengine.read.reader import ReadStats, read_shard
-from ckptengine.read.shards import open_header, shard_path
+from ckptengine.phases import Ranks, Stopwatch
+from ckptengine.read.per_rank import PerRankPolicy
+from ckptengine.read.reader import ReadStats
 from ckptengine.read.step import held_manifest
+from ckptengine.step_shards import Assignment, StepShards
 from ckptengine.storage.store import Store
 from ckptengine.tracing.recorder import span
 
@@ -46,38 +51,16 @@ logger = logging.getLogger(__name__)
 # caller's to fix.
 DAMAGE = (CorruptCheckpointError, StorageError)
 
+_TOLD = 20
 
-class _Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank needs to restore one step: its own shard, and nothing about the others'."""
 
-    step: int
-    step_path: str
-    attempt: str
-    run: str
-    world_size: int
-    codec: str
-    block_nbytes: int
-    created: float
-    fingerprint: str
-    shard: dict[str, Any]
-    skipped: list[tuple[int, str]]
+@dataclass(frozen=True, slots=True)
+class RestoreOptions:
+    """How a restore is to be done; see `Checkpointer.restore`."""
 
-    def manifest(self) -> Manifest:
-        """The manifest as far as this rank's shard goes."""
-        return Manifest(
-            step=self.step,
-            attempt=self.attempt,
-            run=self.run,
-            world_size=self.world_size,
-            created=self.created,
-            codec=self.codec,  # type: ignore[arg-type]
-            block_nbytes=self.block_nbytes,
-            nbytes=0,
-            tensors=0,
-            metadata={},
-            shards=(ShardRef(**self.shard),),
-            index=None,
-        )
+    strict: bool = True
+    verify: bool = True
+    per_rank: PerRankPolicy = field(default_factory=PerRankPolicy)
 
 
 def restore(
@@ -85,8 +68,7 @@ def restore(
     state: Any,
     *,
     step: int | None,
-    strict: bool,
-    verify: bool,
+    options: RestoreOptions,
     store: Store,
     group: Group,
     config: Config,
@@ -108,7 +90,7 @@ def restore(
             fell_back.extend(FallBack(skipped, reason, COORDINATOR) for skipped, reason in assignment.skipped)
             try:
                 match, stats, read_s, ranks = _restore_step(
-                    assignment, target, strict, verify, store, group, config, watch
+                    assignment, target, options, store, group, config, watch
                 )
             except DAMAGE as error:
                 if step is not None or not _is_damage(error):
@@ -120,6 +102,7 @@ def restore(
                     "step %d is damaged, falling back to the one before it: %s", assignment.step, error
                 )
                 continue
+            _tell(assignment, match, group)
             return RestoreInfo(
                 step=assignment.step,
                 path=assignment.step_path,
@@ -128,9 +111,12 @@ def restore(
                 read_seconds=read_s,
                 missing=tuple(match.missing),
                 unexpected=tuple(match.unexpected),
+                world_size=assignment.world_size,
+                from_rank0=match.from_rank0,
+                dropped=match.dropped,
                 fell_back_from=tuple(fell_back),
                 from_cache_nbytes=stats.from_cache,
-                verified=verify,
+                verified=options.verify,
                 rank=group.rank,
                 phases=watch.phases(),
                 slowest=ranks.slowest,
@@ -140,30 +126,52 @@ def restore(
 
 
 def _restore_step(
-    assignment: _Assignment,
+    assignment: Assignment,
     target: RestoreTarget,
-    strict: bool,
-    verify: bool,
+    options: RestoreOptions,
     store: Store,
     group: Group,
     config: Config,
     watch: Stopwatch,
 ) -> tuple[Match, ReadStats, float, Ranks]:
-    shards = _Shards(assignment, store, watch)
+    own = assignment.world_size == group.world_size
+    shards = StepShards(assignment, store, config.io_threads, watch)
+
+    def world() -> World:
+        return World(shards.own, shards.held(), shards.header_of, reader=group.rank, own=own)
 
     def plan() -> Match:
         with gc_paused(), watch.measure("plan"):
-            return target.match(
-                shards.own, strict=strict, path=shards.own_path, rank=group.rank, others=shards.header_of
-            )
+            if own:
+                match = target.match(
+                    shards.own,
+                    strict=options.strict,
+                    path=shards.own_path,
+                    rank=group.rank,
+                    others=shards.header_of,
+                    world=world,
+                )
+            else:
+                match = target.match_world(
+                    world(),
+                    options.per_rank,
+                    strict=options.strict,
+                    path=assignment.step_path,
+                    rank=group.rank,
+                )
+            shards.open_headers(rank for rank in match.shards if rank is not None)
+            return match
 
     match = _on_all_ranks(group, watch, plan, "comparing the checkpoint with the restore target")
+    if not own:
+        with watch.measure("agree"):
+            match = _without_place(match, target, options.strict, assignment.step_path, group)
 
     def read() -> tuple[ReadStats, float]:
         begun = time.perf_counter()
         target.begin(match)
         with span("read the shards", "whole", {"step": assignment.step}):
-            stats = shards.read(match, config.io_threads, verify)
+            stats = shards.read(match, config.io_threads, options.verify)
         return stats, time.perf_counter() - begun
 
     stats, read_s = _on_all_ranks(
@@ -179,67 +187,36 @@ def _restore_step(
     return match, stats, read_s, ranks
 
 
-class _Shards:
-    """The shards one rank reads: its own, and those of ranks that stored a replica for it.
+def _without_place(match: Match, target: RestoreTarget, strict: bool, path: str, group: Group) -> Match:
+    """The match, with only those keys of the checkpoint as unexpected that no rank's target has a place for.
 
-    Only a rank whose shard refers to others reads the whole manifest.
+    Ranks of another world may well share the keys among them, as the stages of a pipeline do. All come to the
+    same answer, so that an error is raised on all of them.
     """
+    told = group.gather_all(msgspec.msgpack.encode(match.unexpected), what="comparing the ranks' targets")
+    everywhere = set.intersection(*(set(msgspec.msgpack.decode(one, type=list[str])) for one in told))
+    unexpected = [name for name in match.unexpected if name in everywhere]
+    if unexpected and strict:
+        raise mismatch(Differences(unexpected=unexpected), strict, path, None, touched=target.is_touched)
+    return replace(match, unexpected=tuple(unexpected))
 
-    def __init__(self, assignment: _Assignment, store: Store, watch: Stopwatch) -> None:
-        self._assignment = assignment
-        self._watch = watch
-        self._store = store
-        self._manifest = assignment.manifest()
-        (self._ref,) = self._manifest.shards
-        self._others: dict[int, tuple[str, ShardHeader]] = {}
 
-    @property
-    def own_path(self) -> str:
-        return shard_path(self._assignment.step_path, self._ref)
-
-    @cached_property
-    def own(self) -> ShardHeader:
-        return self._open(self._ref)
-
-    def _open(self, ref: ShardRef) -> ShardHeader:
-        with self._watch.measure("metadata"):
-            header = open_header(self._store, self._assignment.step_path, ref, self._manifest)
-        self._watch.add("metadata", Phase(nbytes=ref.header_nbytes))
-        return header
-
-    def header_of(self, rank: int) -> ShardHeader:
-        step_path = self._assignment.step_path
-        if not self._others:
-            with self._watch.measure("metadata"):
-                self._manifest = read_manifest(self._store, step_path)
-            if self._manifest.fingerprint != self._assignment.fingerprint:
-                raise CorruptCheckpointError(
-                    "the step was committed anew while it was being restored",
-                    path=step_path,
-                    expected=self._assignment.fingerprint,
-                    actual=self._manifest.fingerprint,
-                )
-        ref = self._manifest.shards[rank]
-        header = self._open(ref)
-        self._others[rank] = shard_path(step_path, ref), header
-        return header
-
-    def read(self, match: Match, threads: int, verify: bool) -> ReadStats:
-        stats = ReadStats()
-        watch = self._watch
-        rounds = match.rounds()
-        while True:
-            with watch.measure("plan"):
-                one = next(rounds, None)
-            if one is None:
-                return stats
-            for rank, destinations in one.destinations.items():
-                path, header = (self.own_path, self.own) if rank is None else self._others[rank]
-                read = read_shard(self._store, path, header, destinations, threads=threads, verify=verify)
-                watch.add_all(read.phases)
-                stats += read
-            with watch.measure("scatter"):
-                one.finish()
+def _tell(assignment: Assignment, match: Match, group: Group) -> None:
+    """Say once what became of the values that the ranks of another world had their own of."""
+    if not group.is_coordinator:
+        return
+    for what, names in (("rank 0's on all ranks", match.from_rank0), ("not restored", match.dropped)):
+        if names:
+            more = "" if len(names) <= _TOLD else f" and {len(names) - _TOLD} more"
+            logger.warning(
+                "step %d was saved by %d ranks, not by %d; of values that each had its own of, %s: %s%s",
+                assignment.step,
+                assignment.world_size,
+                group.world_size,
+                what,
+                ", ".join(names[:_TOLD]),
+                more,
+            )
 
 
 def _is_damage(error: CheckpointError) -> bool:
@@ -279,7 +256,7 @@ def _on_all_ranks(
     return result
 
 
-def _resolve(candidates: _Candidates | None, group: Group, watch: Stopwatch) -> _Assignment:
+def _resolve(candidates: _Candidates | None, group: Group, watch: Stopwatch) -> Assignment:
     values: list[bytes] | None = None
     failure: Failure | None = None
     if candidates is not None:
@@ -290,7 +267,7 @@ def _resolve(candidates: _Candidates | None, group: Group, watch: Stopwatch) -> 
             failure = Failure.of(error, group.rank)
     with watch.measure("agree"):
         data = group.scatter(values, failure, what="choosing the step to restore")
-    return msgspec.msgpack.decode(data, type=_Assignment)
+    return msgspec.msgpack.decode(data, type=Assignment)
 
 
 class _Candidates:
@@ -329,8 +306,9 @@ class _Candidates:
                 skipped.append((entry.step, str(error)))
                 self.reject(entry.step, str(error))
                 continue
-            self._check_world(manifest, entry.path)
-            return [_assignment(manifest, entry.path, ref, skipped) for ref in manifest.shards]
+            if manifest.world_size == self._world_size:
+                return [_assignment(manifest, entry.path, ref, skipped) for ref in manifest.shards]
+            return [_assignment(manifest, entry.path, manifest.shards[0], skipped)] * self._world_size
         raise CorruptCheckpointError(
             f"no committed checkpoint could be restored ({'; '.join(self._rejected)})",
             path=self._root,
@@ -355,18 +333,10 @@ class _Candidates:
             )
         return chain([first], newest)
 
-    def _check_world(self, manifest: Manifest, path: str) -> None:
-        if manifest.world_size != self._world_size:
-            raise StateMismatchError(
-                f"step {manifest.step} was saved by {manifest.world_size} ranks, not by {self._world_size}",
-                path=path,
-                hint="restore with the same number of ranks, or read it with ckptengine.open_checkpoint",
-            )
-
 
 def _assignment(manifest: Manifest, path: str, ref: ShardRef, skipped: list[tuple[int, str]]) -> bytes:
     return msgspec.msgpack.encode(
-        _Assignment(
+        Assignment(
             step=manifest.step,
             step_path=path,
             attempt=manifest.attempt,

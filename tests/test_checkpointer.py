@@ -460,7 +460,7 @@ def test_a_step_that_is_open_is_not_deleted_by_a_save(tmp_path: Path) -> None:
 def test_a_step_is_not_deleted_while_it_is_restored(
     ckpt: ck.Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptengine import restorer
+    from ckptengine import step_shards
 
     def read(*args: Any, **options: Any) -> Any:
         # What retention would ask, in whatever process.
@@ -469,8 +469,8 @@ def test_a_step_is_not_deleted_while_it_is_restored(
         return read_shard(*args, **options)
 
     held: list[bool] = []
-    read_shard = restorer.read_shard
-    monkeypatch.setattr(restorer, "read_shard", read)
+    read_shard = step_shards.read_shard
+    monkeypatch.setattr(step_shards, "read_shard", read)
     ckpt.save(1, state_at(1))
     restored(ckpt)
     assert held == [True]

@@ -41,6 +41,7 @@ FLOORS = {
     "handle": 6,
     "monitor": 6,
     "restorer": 6,
+    "step_shards": 6,
     "saver": 6,
     "snapshot": 6,
     "reader_api": 6,

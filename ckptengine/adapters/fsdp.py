@@ -130,13 +130,10 @@ class KeyedOptimizer(objects.StatefulAdapter):
         if len(stored) != len(own):
             problems.append(f"{len(own)} parameter groups, in the checkpoint {len(stored)}")
         for index, (mine, theirs) in enumerate(zip(own, stored, strict=False)):
-            if mine != theirs:
-                here, there = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
-                what = (
-                    f"only here {here[:5]}, only in the checkpoint {there[:5]}"
-                    if here or there
-                    else "in another order"
-                )
+            # In any order: what is flattened together comes before what is not, and each has its name.
+            here, there = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+            if here or there:
+                what = f"only here {here[:5]}, only in the checkpoint {there[:5]}"
                 problems.append(f"parameter group {index} holds other parameters: {what}")
         known = {name for names in own for name in names}
         stray = [key for key in keys if isinstance(key, str) and key not in known]
@@ -160,12 +157,15 @@ class KeyedOptimizer(objects.StatefulAdapter):
         if param is None:
             return None
         if part is None:
-            return objects.state_like(param, leaf)
+            return objects.state_like(param, leaf, path[-1])
+        if part.is_unflattened:
+            return objects.state_like(part.in_optimizer, leaf, path[-1])
         flat = fsdp1.local_flat(part.flat_param)
-        if leaf.chunk is None or leaf.chunk != part.chunk.chunk:
-            return None if leaf.chunk is not None else objects.state_like(flat, leaf)
+        chunk = part.chunk.chunk
+        if leaf.whole.tensor_shape != chunk.tensor_shape or (leaf.chunk is None and path[-1] == "step"):
+            return None if leaf.chunk is not None else objects.state_like(flat, leaf, path[-1])
         if part.param is not None:
-            tensor = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype), device=flat.device)
+            tensor = torch.empty(chunk.shape, dtype=torch_dtype(leaf.dtype), device=flat.device)
         else:
             # One tensor for the flat parameter, filled in parts; its padding is zero, as padding's gradients
             # are.
@@ -182,6 +182,10 @@ class KeyedOptimizer(objects.StatefulAdapter):
         state: dict[Any, Any] = {}
         for key, param in self._keys(packed):
             named = [(stored.pop(name, None), part) for name, part in owners[id(param)]]
+            if param not in self._optimizer.state and all(_is_empty(part) for _, part in named):
+                # Another layout had elements of it here. An optimizer makes no step for a parameter of none,
+                # so that what it counts would fall behind.
+                continue
             present = [(values, part) for values, part in named if values is not None]
             if present:
                 state[key] = _joined(present, self._optimizer.state.get(param, {}))
@@ -246,6 +250,11 @@ class KeyedOptimizer(objects.StatefulAdapter):
                 hint="make the optimizer after the model is wrapped or sharded, from that model's parameters",
             )
         return named
+
+
+def _is_empty(part: FlatPart | None) -> bool:
+    """Is it a parameter in its own right of which this rank has no elements?"""
+    return part is not None and part.param is not None and not part.nelem
 
 
 def _like(chunk: LocalChunk, tensor: torch.Tensor) -> LocalChunk:

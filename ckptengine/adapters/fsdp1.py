@@ -49,6 +49,12 @@ class FlatPart:
     def in_optimizer(self) -> torch.Tensor:
         return self.flat_param if self.param is None else self.param
 
+    @property
+    def is_unflattened(self) -> bool:
+        """Does the optimizer hold it in its own shape? With `NO_SHARD`, each rank has all of it."""
+        chunk = self.chunk.chunk
+        return self.param is not None and chunk.is_whole and tuple(self.param.shape) != chunk.shape
+
 
 def has_fsdp1(module: nn.Module) -> bool:
     # Not imported for this question: a job without FSDP1 need not pay for it.

@@ -9,7 +9,6 @@ here: all that is to be done after the read is collected.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +18,13 @@ import torch
 
 from ckptengine.adapters import objects
 from ckptengine.adapters.keypath import joined
+from ckptengine.adapters.kinds import STRUCTURES, article, kind_of, kind_of_target, type_name
 from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
 from ckptengine.adapters.own_values import OwnValues
 from ckptengine.adapters.placing import Placement, Plan, place, placement_of
-from ckptengine.adapters.tensors import LocalChunk, extract, is_tensor
+from ckptengine.adapters.tensors import Local, LocalChunk, dtype_name, extract, is_tensor
 from ckptengine.adapters.values import Decoder, Node, large_value
+from ckptengine.adapters.world import World
 from ckptengine.format.tree import TAG
 from ckptengine.read.per_rank import PerRankChoices
 
@@ -52,15 +53,23 @@ class Differences:
 class Matcher:
     """Walks one target and one tree. After `match`: `differences`, `placements` and, for after the read,
     `actions`.
+
+    world: where tensors come from, if not each from its leaf alone; `leaves` are then the world's. per_rank:
+    is asked for every value that each of the ranks that saved may have had its own of.
     """
 
     def __init__(
-        self, leaves: list[Leaf], *, allow_pickle: bool, per_rank: PerRankChoices | None = None
+        self,
+        leaves: list[Leaf],
+        *,
+        allow_pickle: bool,
+        world: World | None = None,
+        per_rank: PerRankChoices | None = None,
     ) -> None:
-        """per_rank: is asked for every value that each of the ranks that saved may have had its own of. None:
-        the tree is that of the rank that restores."""
         self._leaves = leaves
+        self._world = world
         self._allow_pickle = allow_pickle
+        self.asked = per_rank
         self._own = OwnValues(leaves, per_rank)
         self.differences = Differences()
         self.placements: list[Placement] = []
@@ -89,7 +98,7 @@ class Matcher:
             # The object's state itself, as in {"model": model.state_dict()}.
             node = node["v"]
         kind = kind_of(node, self._leaves)
-        own = _kind_of_target(target)
+        own = kind_of_target(target)
         if own == kind == "dict":
             return self._match_dict(target, node, path)
         if path and not self._has_tensors(node) and self._own.stay(node, path):
@@ -99,12 +108,12 @@ class Matcher:
         if kind == "pickle":
             # It may be of any type, also a container's subclass.
             return self._match_value(target, node, path)
-        if (own in _STRUCTURES or kind in _STRUCTURES) and not (target is None or node is None):
-            return self._differs(path, f"{_article(own)}, in the checkpoint {_article(kind)}")
+        if (own in STRUCTURES or kind in STRUCTURES) and not (target is None or node is None):
+            return self._differs(path, f"{article(own)}, in the checkpoint {article(kind)}")
         if self._has_tensors(node):
-            return self._differs(path, f"{_article(own)}, in the checkpoint {_article(kind)} with tensors")
+            return self._differs(path, f"{article(own)}, in the checkpoint {article(kind)} with tensors")
         if _target_has_tensors(target):
-            return self._differs(path, f"{_article(own)} with tensors, in the checkpoint {_article(kind)}")
+            return self._differs(path, f"{article(own)} with tensors, in the checkpoint {article(kind)}")
         return self._match_value(target, node, path)
 
     # Keys of one side
@@ -128,15 +137,15 @@ class Matcher:
             parts = extract(target, in_place=True)
         except ValueError as error:
             return self._differs(path, f"cannot be filled: {error}")
+        if self._world is not None:
+            return self._match_in_world(self._world, parts, node, path)
         nodes = [node] if len(parts) == 1 else node["v"] if _tag(node) == "tuple" else None
         leaves = None if nodes is None else [self._tensor_leaf(child) for child in nodes]
         if leaves is None or None in leaves:
             kind = kind_of(node, self._leaves)
-            return self._differs(path, f"a tensor, in the checkpoint {_article(kind)}")
+            return self._differs(path, f"a tensor, in the checkpoint {article(kind)}")
         if len(leaves) != len(parts):
             return self._differs(path, f"{len(parts)} shards, in the checkpoint {len(leaves)}")
-        if any(leaf is not None and self._own.tensor_stays(leaf) for leaf in leaves):
-            return KEEP
         for local, leaf in zip(parts, leaves, strict=True):
             assert leaf is not None
             problems = misfits(local.tensor, local.chunk, leaf)
@@ -146,14 +155,33 @@ class Matcher:
                 self.placements.append(placement_of(leaf, local.tensor))
         return KEEP
 
+    def _match_in_world(self, world: World, parts: list[Local], node: Node, path: tuple[Any, ...]) -> Outcome:
+        leaf = self._tensor_leaf(node)
+        if leaf is None:
+            if _tag(node) == "tuple" and not node["v"]:
+                return self._differs(path, "no rank stored any of it")
+            return self._differs(path, f"a tensor, in the checkpoint {article(kind_of(node, self._leaves))}")
+        if self._own.tensor_stays(leaf):
+            return KEEP
+        for local in parts:
+            self._place_in_world(world, leaf, local, path)
+        return KEEP
+
+    def _place_in_world(self, world: World, leaf: Leaf, local: Local, path: tuple[Any, ...]) -> None:
+        placed = world.place(leaf, local.tensor, local.chunk)
+        if isinstance(placed, list):
+            self._differs(path, "; ".join(placed))
+        else:
+            self.placements.append(placed)
+
     def _placed(self, target: Any, node: Node) -> bool:
         """Place a tensor if nothing about it is out of the ordinary."""
+        if self._world is not None:
+            return False
         leaf = self._tensor_leaf(node)
         placement = None if leaf is None else place(leaf, target)
-        if leaf is None or placement is None:
+        if placement is None:
             return False
-        if self._own.tensor_stays(leaf):
-            return True
         self.placements.append(placement)
         return True
 
@@ -260,7 +288,7 @@ class Matcher:
         if parts is not None or isinstance(adapter, objects.ModuleAdapter):
             kind = kind_of(node, self._leaves)
             if kind != "dict":
-                return self._differs(path, f"{_type_name(target)}, in the checkpoint {_article(kind)}")
+                return self._differs(path, f"{type_name(target)}, in the checkpoint {article(kind)}")
             if parts is not None:
                 return self._match_dict(parts, node, path)
             return self._match_module(adapter, node, path)
@@ -314,6 +342,8 @@ class Matcher:
                 large.append(index)
                 return None
             inner = tuple(decoder.path[len(path) :])
+            if self._world is not None:
+                leaf = self._world.described(leaf)
             value = self._fitting(current, inner, leaf)
             if value is None:
                 value = fresh(inner, leaf)
@@ -325,9 +355,14 @@ class Matcher:
                 )
             if value is None:
                 value = empty_for(leaf)
-            (local,) = extract(value, in_place=True)
-            self.placements.append(placement_of(leaf, local.tensor))
             filled[index] = value
+            for local in extract(value, in_place=True):
+                if self._world is not None:
+                    self._place_in_world(self._world, leaf, local, tuple(decoder.path))
+                elif problems := misfits(local.tensor, local.chunk, leaf):
+                    self._differs(tuple(decoder.path), "; ".join(problems))
+                else:
+                    self.placements.append(placement_of(leaf, local.tensor))
             return value
 
         decoder = self._decoder(path, place)
@@ -351,6 +386,11 @@ class Matcher:
             parts = extract(current, in_place=True)
         except ValueError:
             return None
+        if self._world is not None:
+            # Any chunk will do, if it is one of that tensor.
+            shapes = {_tensor_shape(local) for local in parts}
+            alike = all(dtype_name(local.tensor.dtype) == leaf.dtype for local in parts)
+            return current if alike and shapes == {leaf.whole.tensor_shape} else None
         return current if len(parts) == 1 and not misfits(parts[0].tensor, parts[0].chunk, leaf) else None
 
 
@@ -378,32 +418,10 @@ class _InPlace:
 
 
 _SCALARS = (type(None), bool, int, float, str)
-_STRUCTURES = ("dict", "list", "tuple", "tensor", "object")
 
 
-def kind_of(node: Node, leaves: list[Leaf]) -> str:
-    """What a node stands for, in a word: one of `_STRUCTURES`, or the kind of a value."""
-    if type(node) is dict:
-        tag = node.get(TAG, "dict")
-        if tag == "t":
-            return leaves[node["i"]].kind or "tensor"
-        return "dict" if tag == "odict" else str(tag)
-    return "None" if node is None else type(node).__name__
-
-
-def _kind_of_target(target: Any) -> str:
-    if isinstance(target, dict) and type(target) is not Counter:  # whose keys are what it is about
-        return "dict"
-    name = "None" if target is None else type(target).__name__
-    return f"other {name}" if name in _STRUCTURES and type(target) not in (list, tuple) else name
-
-
-def _article(kind: str) -> str:
-    return kind if kind == "None" else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
-
-
-def _type_name(target: Any) -> str:
-    return _article(type(target).__name__)
+def _tensor_shape(local: Local) -> tuple[int, ...]:
+    return tuple(local.tensor.shape) if local.chunk is None else local.chunk.tensor_shape
 
 
 def _tag(node: Node) -> Any:

@@ -217,7 +217,7 @@ class OptimizerAdapter(AnyAdapter):
 
     def fresh(self, path: tuple[Any, ...], leaf: Leaf) -> Any:
         param = self._params.get(path[1]) if len(path) > 2 and path[0] == "state" else None
-        return None if param is None else state_like(param, leaf)
+        return None if param is None else state_like(param, leaf, path[-1])
 
     def load(self, loaded: Any) -> None:
         load_exactly(self._value, loaded)
@@ -342,29 +342,29 @@ def _other_state(
     ]
 
 
-def state_like(param: torch.Tensor, leaf: Leaf) -> Any:
-    """An empty tensor for a stored optimizer state of a parameter: sharded as the parameter is, if it was
-    sharded so.
+def state_like(param: torch.Tensor, leaf: Leaf, name: Any) -> Any:
+    """An empty tensor for a stored optimizer state of a parameter, which is called `name`: sharded as the
+    parameter is, if it is of its shape. None if it is a part of something else.
     """
     device = param.device
     dtype = torch_dtype(leaf.dtype)
-    if isinstance(param, DTensor) and leaf.placement is not None:
-        chunk = chunk_of_dtensor(tuple(param.shape), param.device_mesh, tuple(param.placements))
-        if chunk == leaf.whole:
-            local = torch.empty(leaf.shape, dtype=dtype, device=device)
-            return DTensor.from_local(
-                local,
-                param.device_mesh,
-                param.placements,
-                run_check=False,
-                shape=param.shape,
-                stride=param.stride(),
-            )
-    if leaf.chunk is not None:
+    shape = leaf.whole.tensor_shape
+    alike = shape == tuple(param.shape) and name != "step"
+    if isinstance(param, DTensor) and alike and (shape or leaf.placement is not None):
+        chunk = chunk_of_dtensor(shape, param.device_mesh, tuple(param.placements))
+        return DTensor.from_local(
+            torch.empty(chunk.shape, dtype=dtype, device=device),
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+    if leaf.chunk is not None and not alike:
         return None
     # Not torch.empty_like: what is not of the parameter's shape (a step) stays where torch has it, on the
     # CPU.
-    return torch.empty(leaf.shape, dtype=dtype, device=device if leaf.shape == tuple(param.shape) else "cpu")
+    return torch.empty(shape, dtype=dtype, device=device if shape == tuple(param.shape) else "cpu")
 
 
 class _Keys(list[Any]):

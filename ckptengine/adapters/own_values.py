@@ -57,5 +57,5 @@ def _key_text(key: Any) -> str:
 
 
 def _is_own(leaf: Leaf) -> bool:
-    """Is it a whole tensor of a rank's own, no part and no replica of what others hold too?"""
-    return leaf.kind is None and leaf.chunk is None and leaf.shard is None
+    """Is it a whole tensor, no part of one?"""
+    return leaf.kind is None and leaf.chunk is None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from ckptengine.adapters.aliases import overlapping
@@ -23,13 +24,18 @@ from ckptengine.adapters.tensors import dtype_name, is_ordinary, plain
 from ckptengine.errors import StateMismatchError
 from ckptengine.read.plan import Destination
 
+RUN_NBYTES = 16 << 10
+"""Shorter rows are read into the buffer all together and copied from there: each row that is read by itself
+costs as much as copying this much."""
+
 
 class Placement(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A leaf, and the tensor that is to hold it: same dtype, same shape, any layout and device.
 
     start, stop: the tensor's first byte in memory, and the byte after its last; both 0 if it is empty.
     plain_memory: do its bytes stand for its values? linear: are they the same, in the same order and without
-    gaps, in memory and in the data section?
+    gaps, in memory and in the data section? parts: where the tensor is put together from other chunks than
+    itself, each of these, and the part of the tensor that it is for; then the leaf has no bytes.
     """
 
     leaf: Leaf
@@ -39,6 +45,7 @@ class Placement(msgspec.Struct, frozen=True, eq=False, gc=False):
     plain_memory: bool
     linear: bool
     on_cpu: bool
+    parts: tuple[tuple[Leaf, torch.Tensor], ...] = ()
 
     @property
     def shift(self) -> tuple[int | None, int]:
@@ -48,7 +55,8 @@ class Placement(msgspec.Struct, frozen=True, eq=False, gc=False):
     def is_part_of(self, other: Placement) -> bool:
         """Does reading `other`, which is linear, fill this one too?"""
         return (
-            self.shift == other.shift
+            not self.parts
+            and self.shift == other.shift
             and self.start >= other.start
             and self.stop <= other.stop
             and self.plain_memory
@@ -59,9 +67,7 @@ class Placement(msgspec.Struct, frozen=True, eq=False, gc=False):
     def same_as(self, other: Placement) -> bool:
         return (
             self.start == other.start
-            and self.leaf.start == other.leaf.start
-            and self.leaf.shard == other.leaf.shard
-            and self.leaf.stride == other.leaf.stride
+            and _sources(self) == _sources(other)
             and self.tensor.dtype == other.tensor.dtype
             and self.tensor.shape == other.tensor.shape
             and self.tensor.stride() == other.tensor.stride()
@@ -91,10 +97,24 @@ class Plan:
             self.read_into(leaf, placement.start)
             self._direct.append(tensor)
             return
-        pieces = cut(leaf, tensor)
+        checked = shared or _may_overlap_itself(tensor)
+        straight = placement.plain_memory and placement.on_cpu and not checked
+        pieces = []
+        for part, view in placement.parts or ((leaf, tensor),):
+            if placement.parts and straight and (runs := long_runs(part, view)):
+                self._straight[part.shard].extend(runs)
+            else:
+                pieces += cut(part, view)
+        if placement.parts and straight:
+            self._direct.append(tensor)
         self._pieces += pieces
-        if shared or _may_overlap_itself(tensor):
+        if checked:
             self._checked.update(dict.fromkeys(pieces, leaf.name))
+
+    @property
+    def shards(self) -> set[int | None]:
+        """The ranks whose shards are read; None: the header's own."""
+        return {*self._straight, *(piece.shard for piece in self._pieces)}
 
     def rounds(self) -> Iterator[Round]:
         """All that is to be read, bit by bit.
@@ -186,6 +206,32 @@ def _without_repeats(group: list[Placement]) -> list[Placement]:
         ):
             needed.append(placement)
     return needed
+
+
+def _sources(placement: Placement) -> list[tuple[int | None, int, tuple[int, ...], tuple[int, ...]]]:
+    """Where a placement's bytes are in the shards."""
+    leaves = [leaf for leaf, _ in placement.parts] or [placement.leaf]
+    return [(leaf.shard, leaf.start, leaf.shape, leaf.stride) for leaf in leaves]
+
+
+def long_runs(leaf: Leaf, view: torch.Tensor) -> list[Destination]:
+    """What is worth being read straight into the rows of a part; nothing if the rows are too short."""
+    shape, itemsize = leaf.shape, leaf.itemsize
+    stride = leaf.stride
+    run = shape[-1] * itemsize if shape else itemsize
+    if shape and (stride[-1] != 1 or view.stride(-1) != 1):
+        return []
+    if len(shape) > 1 and run < RUN_NBYTES:
+        return []
+    starts, addresses = np.array([leaf.start]), np.array([view.data_ptr()])
+    for size, source, target in zip(shape[:-1], stride[:-1], view.stride()[:-1], strict=True):
+        index = np.arange(size) * itemsize
+        starts = (starts[:, None] + index * source).reshape(-1)
+        addresses = (addresses[:, None] + index * target).reshape(-1)
+    return [
+        Destination(start, start + run, address)
+        for start, address in zip(starts.tolist(), addresses.tolist(), strict=True)
+    ]
 
 
 def _may_overlap_itself(tensor: torch.Tensor) -> bool:

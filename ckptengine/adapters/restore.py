@@ -15,9 +15,10 @@ import msgspec
 from ckptengine.adapters import objects
 from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.leaves import Leaf, leaves_of
-from ckptengine.adapters.matching import KEEP, Differences, Matcher
+from ckptengine.adapters.matching import KEEP, Differences, Matcher, Outcome
 from ckptengine.adapters.placing import Plan, plan
 from ckptengine.adapters.rounds import Round
+from ckptengine.adapters.world import World
 from ckptengine.errors import (
     CorruptCheckpointError,
     StateMismatchError,
@@ -25,7 +26,7 @@ from ckptengine.errors import (
     UnsupportedStateError,
 )
 from ckptengine.format.entries import ShardHeader
-from ckptengine.read.per_rank import PerRankChoices
+from ckptengine.read.per_rank import PerRankChoices, PerRankPolicy
 
 _SHOWN = 20
 
@@ -53,6 +54,11 @@ class Match:
         """
         return self._plan.rounds()
 
+    @property
+    def shards(self) -> set[int | None]:
+        """The ranks whose shards are read; None: this rank's own."""
+        return self._plan.shards
+
     def apply(self) -> None:
         """After the last round: put the values where they belong, load the objects."""
         self._plan.finish()
@@ -61,7 +67,7 @@ class Match:
 
 
 class RestoreTarget:
-    """A state to be filled: like the one that was saved, with as many ranks."""
+    """A state to be filled, with the tensors, keys and objects of the one that was saved."""
 
     def __init__(self, state: Any, *, allow_pickle: bool = False) -> None:
         if not (isinstance(state, dict | list | tuple) or objects.is_stateful(state)):
@@ -74,6 +80,11 @@ class RestoreTarget:
         self._allow_pickle = allow_pickle
         # What every read into it so far has left alone; None before the first.
         self._left_alone: tuple[str, ...] | None = None
+
+    @property
+    def is_touched(self) -> bool:
+        """Has a read into it begun?"""
+        return self._left_alone is not None
 
     def begin(self, match: Match) -> None:
         """A read begins, which may fail and leave the target with any bytes."""
@@ -88,32 +99,58 @@ class RestoreTarget:
         path: str | None = None,
         rank: int | None = None,
         others: Callable[[int], ShardHeader] | None = None,
-        per_rank: PerRankChoices | None = None,
+        world: Callable[[], World] | None = None,
     ) -> Match:
         """Compare the target with a shard's tree and plan the read. May be called again, for another
         checkpoint.
 
         strict: keys on one side only are an error. path, rank: for the error. others: gives the header of
         another rank's shard, where replicas are stored; called at most once for each rank that is needed.
-        per_rank: is asked for values that each rank had its own of, where the header is rank 0's for all.
-        Raises `StateMismatchError` with all differences.
-
+        world: gives what all ranks have saved; asked only if the shard alone is not what the target is made
+        of. Raises `StateMismatchError` with all differences.
         """
         with gc_paused():
-            return self._match(header, strict, path, rank, others, per_rank)
+            matcher = Matcher(
+                [*leaves_of(header), *_replicas(header, others, path)], allow_pickle=self._allow_pickle
+            )
+            outcome = matcher.match(self._state, header.tree)
+            found = matcher.differences
+            if world is not None and (found.mismatched or found.missing):
+                matcher, outcome = self._match_world(world(), PerRankPolicy())
+                # What only other ranks had is no rank's duty to take.
+                matcher.differences.unexpected = found.unexpected
+            return self._planned(matcher, outcome, strict, strict, path, rank)
 
-    def _match(
+    def match_world(
         self,
-        header: ShardHeader,
+        world: World,
+        per_rank: PerRankPolicy,
+        *,
+        strict: bool = True,
+        path: str | None = None,
+        rank: int | None = None,
+    ) -> Match:
+        """The same for what another number of ranks has saved. per_rank: what becomes of the values that each
+        of these had its own of. Keys that only the checkpoint has are no error here: other ranks may have a
+        place for them."""
+        with gc_paused():
+            matcher, outcome = self._match_world(world, per_rank)
+            return self._planned(matcher, outcome, strict, False, path, rank)
+
+    def _match_world(self, world: World, policy: PerRankPolicy) -> tuple[Matcher, Outcome]:
+        asked = PerRankChoices(policy, world.per_rank)
+        matcher = Matcher(world.leaves, allow_pickle=self._allow_pickle, world=world, per_rank=asked)
+        return matcher, matcher.match(self._state, world.tree)
+
+    def _planned(
+        self,
+        matcher: Matcher,
+        outcome: Outcome,
         strict: bool,
+        strict_unexpected: bool,
         path: str | None,
         rank: int | None,
-        others: Callable[[int], ShardHeader] | None,
-        per_rank: PerRankChoices | None,
     ) -> Match:
-        leaves = [*leaves_of(header), *_replicas(header, others, path)]
-        matcher = Matcher(leaves, allow_pickle=self._allow_pickle, per_rank=per_rank)
-        outcome = matcher.match(self._state, header.tree)
         found = matcher.differences
         if self._left_alone is not None and not strict:
             # Left alone by this checkpoint, they would keep what a damaged one has put there.
@@ -126,17 +163,23 @@ class RestoreTarget:
             found.mismatched.append(
                 "the state is a tuple with values that would have to be replaced; pass it in a list or dict"
             )
-        if per_rank is not None:
-            per_rank.finish()
-            found.refused = [per_rank.reason(name) for name in per_rank.refused]
-        if found.mismatched or found.refused or (strict and (found.missing or found.unexpected)):
-            raise _mismatch(found, strict, path, rank, touched=self._left_alone is not None)
+        asked = matcher.asked
+        if asked is not None:
+            asked.finish()
+            found.refused = [asked.reason(name) for name in asked.refused]
+        if (
+            found.mismatched
+            or found.refused
+            or (strict and found.missing)
+            or (strict_unexpected and found.unexpected)
+        ):
+            raise mismatch(found, strict, path, rank, touched=self.is_touched)
         placed = plan(matcher.placements)
         matcher.place_large(placed)
         return Match(
             tuple(found.missing),
             tuple(found.unexpected),
-            *(((), ()) if per_rank is None else (tuple(per_rank.from_rank0), tuple(per_rank.dropped))),
+            *(((), ()) if asked is None else (tuple(asked.from_rank0), tuple(asked.dropped))),
             placed,
             matcher.actions,
         )
@@ -170,9 +213,10 @@ def _replicas(
     return leaves
 
 
-def _mismatch(
+def mismatch(
     found: Differences, strict: bool, path: str | None, rank: int | None, *, touched: bool
 ) -> StateMismatchError:
+    """The error that lists all differences."""
     lines = [
         *found.refused,
         *found.mismatched,

@@ -25,8 +25,8 @@ OWN_DIGITS = 16
 class PerRank:
     """Names, as tensors have them, of what another number of ranks cannot have back without being asked.
 
-    differing: values that all ranks hold, and whole tensors, of which at least two are not the same.
-    some_ranks: values that some ranks hold, alike or not, and others do not.
+    differing: values, and whole tensors, of which those that hold them do not all hold the same. some_ranks:
+    values that some ranks hold, alike or not, and others do not.
     """
 
     differing: frozenset[str] = frozenset()
@@ -61,7 +61,9 @@ class PerRankFinder:
         self._last: ShardValues | None = None
         self._differing: set[str] = set()
         self._some_ranks: set[str] = set()
+        # What has been looked at that the first shard does not have; and of each value in it what it is.
         self._seen: set[tuple[str, bytes]] = set()
+        self._others: dict[str, bytes] = {}
         # Of each tensor and large value of a rank's own, the digest it was first met with.
         self._digests: dict[str, bytes] = {}
         self._own_differing: set[str] = set()
@@ -90,7 +92,7 @@ class PerRankFinder:
                 units[id(values)] = _units_of_large(values)
             differing.add(units[id(values)].get(name, name))
         differing.update(view for view, base in self._views.items() if base in self._own_differing)
-        return PerRank(frozenset(differing - self._some_ranks), frozenset(self._some_ranks))
+        return PerRank(frozenset(differing), frozenset(self._some_ranks))
 
     def _add_own(self, values: ShardValues) -> None:
         last = self._last
@@ -136,7 +138,11 @@ class PerRankFinder:
         key = (path, digest(_unnumbered(values, node)))
         if key not in self._seen:
             self._seen.add(key)
-            self._some_ranks.update(name for name, _ in _units(values, node, path))
+            for name, value in _units(values, node, path):
+                self._some_ranks.add(name)
+                found = digest(_unnumbered(values, value))
+                if self._others.setdefault(name, found) != found:
+                    self._differing.add(name)
 
 
 def values_in(node: bytes, path: str, large: dict[int, str]) -> list[str]:

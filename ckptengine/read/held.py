@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckptengine.format.manifest import Manifest
+from ckptengine.format.per_rank import PerRank
 from ckptengine.format.shard import ShardHeader
 from ckptengine.read.tensors import are_few, read_index
 from ckptengine.read.world import Piece, conflict, locate, tensor_name
@@ -74,6 +75,12 @@ class HeldTensors:
             return _of_rows(_joined(found))
         return _of_rows(self._index.rows(fqn)) if fqn in self._index else None
 
+    @property
+    def per_rank(self) -> PerRank:
+        """What the ranks did not hold alike."""
+        assert self._index.per_rank is not None
+        return self._index.per_rank
+
     def holder(self, fqn: str) -> int | None:
         """The lowest rank that stores any of it."""
         held = self.find(fqn)
@@ -89,7 +96,12 @@ def held_tensors(store: Store, step_path: str, manifest: Manifest, headers: Head
     from ckptengine.format.index import index_from_headers
 
     index = None if are_few(manifest) else read_index(store, step_path, manifest)
-    if index is None or index.partial is None or any("@" in name for name in index.partial):
+    if (
+        index is None
+        or index.partial is None
+        or index.per_rank is None
+        or any("@" in name for name in index.partial)
+    ):
         index = index_from_headers(headers())
     return HeldTensors(index, headers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,14 @@ import torch
 
 import ckptengine as ck
 from ckptengine.adapters.matching import Matcher
+from ckptengine.adapters.restore import RestoreTarget
+from ckptengine.adapters.world import World
 from ckptengine.format.columns import values_of
+from ckptengine.format.index import index_from_headers
 from ckptengine.format.per_rank import PerRank, PerRankFinder
-from ckptengine.read.per_rank import PerRankChoices, PerRankPolicy
-from tests.adapters.fake import Saved, same
+from ckptengine.read.held import HeldTensors
+from ckptengine.read.per_rank import PerRankPolicy
+from tests.adapters.fake import Saved, read_all, same
 
 
 class Loader:
@@ -64,8 +69,15 @@ def saved(*states: dict[str, Any]) -> tuple[Saved, PerRank]:
 
 
 def restore(into: dict[str, Any], spec: Any, *states: dict[str, Any], strict: bool = True) -> Any:
-    first, known = saved(*states)
-    return first.restore(into, strict=strict, per_rank=PerRankChoices(PerRankPolicy.of(spec), known))
+    """What one of another number of ranks restores."""
+    ranks = [Saved(one, rank=rank, world_size=len(states)) for rank, one in enumerate(states)]
+    headers = [replace(one.header, own=one.values.digests) for one in ranks]
+    held = HeldTensors(index_from_headers(headers), lambda: headers)
+    world = World(headers[0], held, headers.__getitem__, reader=0, own=False)
+    match = RestoreTarget(into).match_world(world, PerRankPolicy.of(spec), strict=strict)
+    read_all(match, lambda rank: ranks[rank or 0])
+    match.apply()
+    return match
 
 
 def target() -> dict[str, Any]:
