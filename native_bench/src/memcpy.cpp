@@ -38,8 +38,9 @@ void stream(char* to, const char* from, std::uint64_t nbytes) {
   const auto lines = [&](std::uint64_t step) {
     for (; at + step <= nbytes; at += step) {
       // Past the source's end, a prefetch does nothing.
+      const std::uintptr_t ahead = reinterpret_cast<std::uintptr_t>(from) + at + 4096;
       for (std::uint64_t line = 0; line < step; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(from) + at + line + 4096), _MM_HINT_NTA);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + line), _MM_HINT_NTA);
       for (std::uint64_t word = 0; word < step; word += 16)
         _mm_stream_si128(reinterpret_cast<__m128i*>(to + at + word),
                          _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at + word)));
