@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckptengine.handle import SaveHandle
     from ckptengine.info import CommitInfo, RestoreInfo
     from ckptengine.reader_api import CheckpointReader, open_checkpoint
+    from ckptengine.restore_handle import RestoreHandle
     from ckptengine.verification import VerifyReport, verify
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "SaveHandle",
     "CommitInfo",
     "RestoreInfo",
+    "RestoreHandle",
     "open_checkpoint",
     "CheckpointReader",
     "verify",
@@ -63,6 +65,7 @@ _HOME = {
     "SaveHandle": "handle",
     "CommitInfo": "info",
     "RestoreInfo": "info",
+    "RestoreHandle": "restore_handle",
     "open_checkpoint": "reader_api",
     "CheckpointReader": "reader_api",
     "verify": "verification",

@@ -10,12 +10,13 @@ import secrets
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import msgspec
 import torch.distributed as dist
 
 from ckptengine.adapters import c10d
+from ckptengine.adapters.delivery import Priority
 from ckptengine.adapters.guard import wait_for_copies
 from ckptengine.catalog.catalog import latest, list_steps, next_life
 from ckptengine.comm.group import Failure, Group
@@ -27,11 +28,13 @@ from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo, RestoreInfo
 from ckptengine.monitor import Run
 from ckptengine.read.per_rank import PerRankPolicy, PerRankSpec
-from ckptengine.restorer import RestoreOptions, restore
+from ckptengine.restore_handle import RestoreHandle
+from ckptengine.restorer import RestoreOptions, begin_restore, restore
 from ckptengine.saver import Saver
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
 from ckptengine.storage.traced import TracedStore
+from ckptengine.streaming import end_failed_streams, finish_streams
 from ckptengine.tracing import recorder
 from ckptengine.write.messages import TransportSpec
 
@@ -88,6 +91,7 @@ class Checkpointer:
             self._store = TracedStore(self._store, self.root)
         self._saver = Saver(self._run, self._store, self._transport, process_group)
         self._trace = None if directory is None else recorder.start(directory, self.rank, "trainer")
+        self._restoring: RestoreHandle | None = None
         self._closed = False
         self._pid = os.getpid()
         # Otherwise multiprocessing would wait at exit for a writer process that waits for tasks.
@@ -113,6 +117,7 @@ class Checkpointer:
         having asked its handle (`Config.on_error`).
         """
         self._check_open()
+        finish_streams()
         with recorder.span("async_save", "whole", {"step": step}):
             return self._saver.save(step, state, metadata)
 
@@ -121,8 +126,34 @@ class Checkpointer:
         the caller waits anyway, a raw shard begins to be written while the state is still being copied.
         Raises what those two raise."""
         self._check_open()
+        finish_streams()
         with recorder.span("save", "whole", {"step": step}):
             return self._saver.save(step, state, metadata, at_once=True).result()
+
+    @overload
+    def restore(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        verify: bool = True,
+        per_rank: PerRankSpec = "error",
+        streaming: Literal[False] = False,
+    ) -> RestoreInfo: ...
+
+    @overload
+    def restore(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        verify: bool = True,
+        per_rank: PerRankSpec = "error",
+        streaming: Literal[True],
+        priority: Priority = None,
+    ) -> RestoreHandle: ...
 
     def restore(
         self,
@@ -132,7 +163,9 @@ class Checkpointer:
         strict: bool = True,
         verify: bool = True,
         per_rank: PerRankSpec = "error",
-    ) -> RestoreInfo:
+        streaming: bool = False,
+        priority: Priority = None,
+    ) -> RestoreInfo | RestoreHandle:
         """Fill `state` in place from the newest commit, or from `step`.
 
         state: shaped like what was saved, with as many ranks. Tensors are filled where they are; values are
@@ -155,6 +188,15 @@ class Checkpointer:
         and what is dropped by name is dropped whether it differs or not (a single rank's never does). An
         object that is loaded as a whole is dropped as a whole. `RestoreInfo.from_rank0` and `dropped` tell.
 
+        streaming: return a `RestoreHandle` once training can begin, and read the rest behind it. Then values
+        are in place, objects have got their state, and optimizers their options (learning rate and so on).
+        Parameters and buffers come next, in the order of the modules: the forward of each module of the state
+        waits for its own. Every optimizer's step waits for all, and loads the optimizers' state, or
+        `handle.result()` does. What uses a parameter outside of its module's forward has to call
+        `handle.wait(module)` before. Once the call has returned there is no falling back to an older step.
+        priority: what to read first instead: patterns of FQNs, or a function that gives a number for an FQN,
+        the lowest first.
+
         Raises `CheckpointNotFoundError` if nothing was ever committed, `StateMismatchError` listing every
         difference (the target is untouched, unless tensors of it share memory and were stored with different
         values, which shows only while they are filled), `CorruptCheckpointError` if no commit is whole
@@ -167,17 +209,15 @@ class Checkpointer:
         self._saver.wait(None)
         # Another Checkpointer's save may be copying what this one overwrites.
         wait_for_copies()
+        end_failed_streams()
+        self._restoring = None
         try:
             with recorder.span("restore", "whole"):
-                return restore(
-                    self.root,
-                    state,
-                    step=step,
-                    options=options,
-                    store=self._store,
-                    group=self._group,
-                    config=self.config,
-                )
+                target = (self.root, state, step, options, self._store, self._group, self.config)
+                if not streaming:
+                    return restore(*target)
+                self._restoring = begin_restore(*target, priority=priority)
+                return self._restoring
         finally:
             recorder.flush()
 
@@ -208,10 +248,14 @@ class Checkpointer:
         return self._saver.writer_pid
 
     def close(self) -> None:
-        """Wait for the saves under way, end the writer process, free the arenas. Raises like `wait`.
-        Idempotent."""
+        """Wait for a streaming restore and for the saves under way, end the writer process, free the arenas.
+        Raises like `wait`, and what the restore's `result` does. Idempotent."""
         if not self._closed:
-            self._close(None, "the checkpointer was closed")
+            try:
+                if self._restoring is not None and self._restoring.exception() is None:
+                    self._restoring.result()
+            finally:
+                self._close(None, "the checkpointer was closed")
             self._saver.raise_earlier_failure()
 
     def __enter__(self) -> Checkpointer:
@@ -251,6 +295,8 @@ class Checkpointer:
         if os.getpid() != self._pid:
             return  # a forked child's copy: the writer, and the thread that looks after it, are its parent's
         try:
+            if self._restoring is not None:
+                self._restoring._abandon()
             self._saver.close(timeout_s, reason)
         finally:
             if self._trace is not None:

@@ -15,17 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from ckptengine.adapters.collector import gc_paused
+from ckptengine.adapters.delivery import Priority
+from ckptengine.adapters.gates import gates_of, modules_in
 from ckptengine.adapters.matching import Differences
 from ckptengine.adapters.restore import Match, RestoreTarget, mismatch
 from ckptengine.adapters.world import World
 from ckptengine.catalog.catalog import StepEntry, ignored_entries, list_steps, newest_first
 from ckptengine.comm.group import COORDINATOR, Failure, Group
+from ckptengine.comm.rollcall import RollCall
 from ckptengine.config import Config
 from ckptengine.errors import (
     CheckpointError,
@@ -41,8 +45,10 @@ from ckptengine.phases import Ranks, Stopwatch
 from ckptengine.read.per_rank import PerRankPolicy
 from ckptengine.read.reader import ReadStats
 from ckptengine.read.step import held_manifest
+from ckptengine.restore_handle import RestoreHandle
 from ckptengine.step_shards import Assignment, StepShards
 from ckptengine.storage.store import Store
+from ckptengine.streaming import Stream
 from ckptengine.tracing.recorder import span
 
 logger = logging.getLogger(__name__)
@@ -66,7 +72,6 @@ class RestoreOptions:
 def restore(
     root: str,
     state: Any,
-    *,
     step: int | None,
     options: RestoreOptions,
     store: Store,
@@ -74,117 +79,232 @@ def restore(
     config: Config,
 ) -> RestoreInfo:
     """Fill `state` from the newest commit that is whole, or from `step`; see `Checkpointer.restore`."""
-    started = time.perf_counter()
+    run = _Run(options, store, group, config)
     with ExitStack() as held:
-        candidates = _Candidates(root, step, store, group.world_size, held) if group.is_coordinator else None
-        fell_back: list[FallBack] = []
-        watch = Stopwatch()
-
-        def look() -> RestoreTarget:
-            with watch.measure("plan"):
-                return RestoreTarget(state, allow_pickle=config.allow_pickle)
-
-        target = _on_all_ranks(group, watch, look, "reading the restore target")
-        while True:
-            assignment = _resolve(candidates, group, watch)
-            fell_back.extend(FallBack(skipped, reason, COORDINATOR) for skipped, reason in assignment.skipped)
-            try:
-                match, stats, read_s, ranks = _restore_step(
-                    assignment, target, options, store, group, config, watch
-                )
-            except DAMAGE as error:
-                if step is not None or not _is_damage(error):
-                    raise
-                fell_back.append(FallBack(assignment.step, str(error), error.rank))
-                if candidates is not None:
-                    candidates.reject(assignment.step, str(error))
-                logger.warning(
-                    "step %d is damaged, falling back to the one before it: %s", assignment.step, error
-                )
-                continue
-            _tell(assignment, match, group)
-            return RestoreInfo(
-                step=assignment.step,
-                path=assignment.step_path,
-                nbytes=stats.nbytes_delivered,
-                seconds=time.perf_counter() - started,
-                read_seconds=read_s,
-                missing=tuple(match.missing),
-                unexpected=tuple(match.unexpected),
-                world_size=assignment.world_size,
-                from_rank0=match.from_rank0,
-                dropped=match.dropped,
-                fell_back_from=tuple(fell_back),
-                from_cache_nbytes=stats.from_cache,
-                verified=options.verify,
-                rank=group.rank,
-                phases=watch.phases(),
-                slowest=ranks.slowest,
-                ranks=ranks.all,
-                limit_gbps=config.storage_gbps,
-            )
+        return _first_whole(run, root, state, step, held, partial(_restore_step, run))
 
 
-def _restore_step(
-    assignment: Assignment,
-    target: RestoreTarget,
+def begin_restore(
+    root: str,
+    state: Any,
+    step: int | None,
     options: RestoreOptions,
     store: Store,
     group: Group,
     config: Config,
-    watch: Stopwatch,
-) -> tuple[Match, ReadStats, float, Ranks]:
-    own = assignment.world_size == group.world_size
-    shards = StepShards(assignment, store, config.io_threads, watch)
+    *,
+    priority: Priority,
+) -> RestoreHandle:
+    """As `restore`, up to where training can begin."""
+    run = _Run(options, store, group, config)
+    with ExitStack() as held:
+        return _first_whole(run, root, state, step, held, partial(_stream_step, run, state, priority, held))
 
-    def world() -> World:
-        return World(shards.own, shards.held(), shards.header_of, reader=group.rank, own=own)
 
-    def plan() -> Match:
-        with gc_paused(), watch.measure("plan"):
-            if own:
-                match = target.match(
-                    shards.own,
-                    strict=options.strict,
-                    path=shards.own_path,
-                    rank=group.rank,
-                    others=shards.header_of,
-                    world=world,
-                )
-            else:
-                match = target.match_world(
-                    world(),
-                    options.per_rank,
-                    strict=options.strict,
-                    path=assignment.step_path,
-                    rank=group.rank,
-                )
-            shards.open_headers(rank for rank in match.shards if rank is not None)
-            return match
+_Outcome = TypeVar("_Outcome")
 
-    match = _on_all_ranks(group, watch, plan, "comparing the checkpoint with the restore target")
-    if not own:
-        with watch.measure("agree"):
-            match = _without_place(match, target, options.strict, assignment.step_path, group)
 
-    def read() -> tuple[ReadStats, float]:
+def _first_whole(
+    run: _Run,
+    root: str,
+    state: Any,
+    step: int | None,
+    held: ExitStack,
+    use: Callable[[Assignment, RestoreTarget], _Outcome],
+) -> _Outcome:
+    """What `use` makes of the newest commit that it finds whole, or of `step`. held: the steps that are
+    tried."""
+    group, watch = run.group, run.watch
+    candidates = _Candidates(root, step, run.store, group.world_size, held) if group.is_coordinator else None
+
+    def look() -> RestoreTarget:
+        with watch.measure("plan"):
+            return RestoreTarget(state, allow_pickle=run.config.allow_pickle)
+
+    target = _on_all_ranks(group, watch, look, "reading the restore target")
+    while True:
+        assignment = _resolve(candidates, group, watch)
+        run.fell_back += [FallBack(skipped, reason, COORDINATOR) for skipped, reason in assignment.skipped]
+        try:
+            return use(assignment, target)
+        except DAMAGE as error:
+            if step is not None or not _is_damage(error):
+                raise
+            run.fell_back.append(FallBack(assignment.step, str(error), error.rank))
+            if candidates is not None:
+                candidates.reject(assignment.step, str(error))
+            logger.warning(
+                "step %d is damaged, falling back to the one before it: %s", assignment.step, error
+            )
+
+
+class _Run:
+    """One restore, whichever step it ends with."""
+
+    def __init__(self, options: RestoreOptions, store: Store, group: Group, config: Config) -> None:
+        self.started = time.perf_counter()
+        self.options = options
+        self.store = store
+        self.group = group
+        self.config = config
+        self.watch = Stopwatch()
+        self.fell_back: list[FallBack] = []
+
+    def shards(self, assignment: Assignment) -> StepShards:
+        return StepShards(assignment, self.store, self.config.io_threads, self.watch)
+
+    def plan(
+        self,
+        assignment: Assignment,
+        shards: StepShards,
+        target: RestoreTarget,
+        prepare: Callable[[Match], object] = lambda match: None,
+    ) -> Match:
+        """How the step fits the target, on all ranks; they also `prepare` with it."""
+        options, rank = self.options, self.group.rank
+        own = assignment.world_size == self.group.world_size
+
+        def world() -> World:
+            return World(shards.own, shards.held(), shards.header_of, reader=rank, own=own)
+
+        def plan() -> Match:
+            with gc_paused(), self.watch.measure("plan"):
+                if own:
+                    match = target.match(
+                        shards.own,
+                        strict=options.strict,
+                        path=shards.own_path,
+                        rank=rank,
+                        others=shards.header_of,
+                        world=world,
+                    )
+                else:
+                    match = target.match_world(
+                        world(), options.per_rank, strict=options.strict, path=assignment.step_path, rank=rank
+                    )
+                shards.open_headers(rank for rank in match.shards if rank is not None)
+                prepare(match)
+                return match
+
+        what = "comparing the checkpoint with the restore target"
+        match: Match = _on_all_ranks(self.group, self.watch, plan, what)
+        if not own:
+            with self.watch.measure("agree"):
+                match = _without_place(match, target, options.strict, assignment.step_path, self.group)
+        return match
+
+    def read(self, work: Callable[[], object], step: int) -> None:
+        def read() -> None:
+            with span("read the shards", "whole", {"step": step}):
+                work()
+
+        timeout_s = self.config.restore_timeout_s
+        _on_all_ranks(self.group, self.watch, read, "reading the shards", timeout_s=timeout_s)
+
+    def apply(self, work: Callable[[], object], ranks: Ranks | None = None) -> None:
+        def apply() -> None:
+            with gc_paused(), self.watch.measure("apply"):
+                work()
+
+        _on_all_ranks(self.group, self.watch, apply, "putting the restored values in place", ranks=ranks)
+
+    def finish(
+        self,
+        assignment: Assignment,
+        match: Match,
+        stats: ReadStats,
+        read_s: float,
+        work: Callable[[], object],
+    ) -> RestoreInfo:
+        """Do what is left to do on all ranks, and report."""
+        ranks = Ranks(self.group.rank, self.watch)
+        self.apply(work, ranks)
+        _tell(assignment, match, self.group)
+        return RestoreInfo(
+            step=assignment.step,
+            path=assignment.step_path,
+            nbytes=stats.nbytes_delivered,
+            seconds=time.perf_counter() - self.started,
+            read_seconds=read_s,
+            missing=tuple(match.missing),
+            unexpected=tuple(match.unexpected),
+            world_size=assignment.world_size,
+            from_rank0=match.from_rank0,
+            dropped=match.dropped,
+            fell_back_from=tuple(self.fell_back),
+            from_cache_nbytes=stats.from_cache,
+            verified=self.options.verify,
+            rank=self.group.rank,
+            phases=self.watch.phases(),
+            slowest=ranks.slowest,
+            ranks=ranks.all,
+            limit_gbps=self.config.storage_gbps,
+        )
+
+
+def _restore_step(run: _Run, assignment: Assignment, target: RestoreTarget) -> RestoreInfo:
+    shards = run.shards(assignment)
+    match = run.plan(assignment, shards, target)
+    stats, read_s = ReadStats(), 0.0
+
+    def read() -> None:
+        nonlocal stats, read_s
         begun = time.perf_counter()
         target.begin(match)
-        with span("read the shards", "whole", {"step": assignment.step}):
-            stats = shards.read(match, config.io_threads, options.verify)
-        return stats, time.perf_counter() - begun
+        stats = shards.read(match, run.config.io_threads, run.options.verify)
+        read_s = time.perf_counter() - begun
 
-    stats, read_s = _on_all_ranks(
-        group, watch, read, "reading the shards", timeout_s=config.restore_timeout_s
-    )
-    ranks = Ranks(group.rank, watch)
+    run.read(read, assignment.step)
+    return run.finish(assignment, match, stats, read_s, match.apply)
 
-    def apply() -> None:
-        with gc_paused(), watch.measure("apply"):
-            match.apply()
 
-    _on_all_ranks(group, watch, apply, "putting the restored values in place", ranks=ranks)
-    return match, stats, read_s, ranks
+def _stream_step(
+    run: _Run,
+    state: Any,
+    priority: Priority,
+    held: ExitStack,
+    assignment: Assignment,
+    target: RestoreTarget,
+) -> RestoreHandle:
+    """As `_restore_step`, up to where training can begin."""
+    shards = run.shards(assignment)
+    group, config = run.group, run.config
+    streams: list[Stream] = []
+    with ExitStack() as opened:
+
+        def prepare(match: Match) -> None:
+            gates = gates_of(modules_in(state))
+            streams.append(
+                Stream(
+                    assignment.step,
+                    match.delivery(gates, priority),
+                    gates,
+                    shards.readers(match, run.options.verify, opened),
+                    RollCall(group.rank, group.world_size, group.transport, group.key("stream")),
+                    group.rank,
+                    threads=config.io_threads,
+                    timeout_s=config.restore_timeout_s,
+                )
+            )
+
+        match = run.plan(assignment, shards, target, prepare)
+        (stream,) = streams
+
+        def read_early() -> None:
+            target.begin(match)
+            stream.read_early()
+
+        run.read(read_early, assignment.step)
+        run.apply(stream.apply_early)
+        opened.push(held.pop_all())
+        release = opened.pop_all()
+
+    def agree(work: Callable[[], object]) -> RestoreInfo:
+        run.watch.add_all(stream.stats.phases)
+        return run.finish(assignment, match, stream.stats, stream.read_seconds, work)
+
+    stream.start(agree, release)
+    return RestoreHandle(stream)
 
 
 def _without_place(match: Match, target: RestoreTarget, strict: bool, path: str, group: Group) -> Match:

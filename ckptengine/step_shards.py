@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckptengine.format.manifest import Manifest, ShardRef
 from ckptengine.format.shard import ShardHeader
 from ckptengine.phases import Phase, Stopwatch
 from ckptengine.read.held import HeldTensors, held_tensors
-from ckptengine.read.reader import ReadStats, read_shard
+from ckptengine.read.reader import ReadStats, ShardReader, read_shard
 from ckptengine.read.shards import open_header, shard_path
 from ckptengine.storage.store import Store
 from ckptengine.storage.threads import in_threads
@@ -129,6 +130,17 @@ class StepShards:
         self.open_headers(ranks)
         return [self.header_of(rank) for rank in ranks]
 
+    def readers(self, match: Match, verify: bool, held: ExitStack) -> dict[int | None, ShardReader]:
+        """The shards that a match needs, open until `held` is closed."""
+        return {
+            rank: held.enter_context(ShardReader(self._store, *self._opened(rank), verify=verify))
+            for rank in match.shards
+        }
+
+    def _opened(self, rank: int | None) -> tuple[str, ShardHeader]:
+        ref = self._ref if rank in (None, self._ref.rank) else self._manifest.shards[rank]
+        return shard_path(self._assignment.step_path, ref), self.header_of(ref.rank)
+
     def read(self, match: Match, threads: int, verify: bool) -> ReadStats:
         """Fill the target of a match."""
         stats = ReadStats()
@@ -140,9 +152,7 @@ class StepShards:
             if one is None:
                 return stats
             for rank, destinations in one.destinations.items():
-                ref = self._ref if rank in (None, self._ref.rank) else self._manifest.shards[rank]
-                path = shard_path(self._assignment.step_path, ref)
-                header = self.header_of(ref.rank)
+                path, header = self._opened(rank)
                 read = read_shard(self._store, path, header, destinations, threads=threads, verify=verify)
                 watch.add_all(read.phases)
                 stats += read

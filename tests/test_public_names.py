@@ -17,6 +17,7 @@ PUBLIC = {
     "Config",
     "SaveHandle",
     "CommitInfo",
+    "RestoreHandle",
     "RestoreInfo",
     "open_checkpoint",
     "CheckpointReader",

@@ -20,6 +20,7 @@ from ckptengine.adapters import objects
 from ckptengine.adapters.keypath import joined
 from ckptengine.adapters.kinds import STRUCTURES, article, kind_of, kind_of_target, type_name
 from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
+from ckptengine.adapters.loads import Load
 from ckptengine.adapters.own_values import OwnValues
 from ckptengine.adapters.placing import Placement, Plan, place, placement_of
 from ckptengine.adapters.tensors import Local, LocalChunk, dtype_name, extract, is_tensor
@@ -84,6 +85,10 @@ class Matcher:
     def place_large(self, plan: Plan) -> None:
         for index, buffer in self.large.items():
             plan.read_into(self._leaves[index], buffer.ctypes.data)
+
+    def named_large(self) -> dict[int, tuple[str, np.ndarray[Any, Any]]]:
+        """The buffers of the large values, with what these are called."""
+        return {index: (self._leaves[index].name, buffer) for index, buffer in self.large.items()}
 
     def _differs(self, path: tuple[Any, ...], what: str) -> _Keep:
         self.differences.mismatched.append(f"{_name(path)}: {what}")
@@ -298,8 +303,11 @@ class Matcher:
         stored = self._entries(node, path)
         state = adapter.state()
         given: dict[Any, Callable[[], Any]] = {}
+        needed: list[Placement] = []
+        large = set(self.large)
         for key, value in state.items():
             inner = (*path, key)
+            first = len(self.placements)
             if key not in stored:
                 self._missing(inner)
             elif is_tensor(value) and not objects.is_extra_state(key):
@@ -308,20 +316,33 @@ class Matcher:
                     given[key] = _constant(value)
             elif not self._own.stay(stored[key], inner):
                 given[key] = self._opened(value, stored[key], inner, lambda path, leaf: None)
+            if key in given:
+                needed += self.placements[first:]
         for key in stored:
             if key not in state:
                 self._unexpected((*path, key))
         if given:
-            self.actions.append(lambda: adapter.load({key: get() for key, get in given.items()}))
+            self.actions.append(
+                Load(
+                    adapter,
+                    lambda: {key: get() for key, get in given.items()},
+                    _name(path),
+                    tuple(needed),
+                    tuple(self.large.keys() - large),
+                    of_module=True,
+                )
+            )
         return KEEP
 
     def _match_open(self, adapter: objects.Adapter, node: Node, path: tuple[Any, ...]) -> Outcome:
         if self._own.stay(node, path):
             return KEEP
+        first, large = len(self.placements), set(self.large)
         get = self._opened(adapter.state(), node, path, adapter.fresh)
         for problem in adapter.problems(get()):
             self._differs(path, problem)
-        self.actions.append(lambda: adapter.load(get()))
+        needed, values = tuple(self.placements[first:]), tuple(self.large.keys() - large)
+        self.actions.append(Load(adapter, get, _name(path), needed, values))
         return KEEP
 
     def _opened(

@@ -191,6 +191,7 @@ class OptimizerAdapter(AnyAdapter):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
+        self.optimizer = optimizer
         self._params = dict(enumerate(param for group in optimizer.param_groups for param in group["params"]))
 
     def problems(self, loaded: Any) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from ckptengine.adapters.aliases import overlapping
 from ckptengine.adapters.items import extent_nelem
 from ckptengine.adapters.leaves import Leaf, same_strides
-from ckptengine.adapters.rounds import Destinations, Piece, Round, cut, rounds
+from ckptengine.adapters.rounds import Destinations, Piece, Round, Then, cut, rounds
 from ckptengine.adapters.tensors import dtype_name, is_ordinary, plain
 from ckptengine.errors import StateMismatchError
 from ckptengine.read.plan import Destination
@@ -117,12 +117,17 @@ class Plan:
         return {*self._straight, *(piece.shard for piece in self._pieces)}
 
     def rounds(self) -> Iterator[Round]:
-        """All that is to be read, bit by bit.
+        """All that is to be read, bit by bit. Raises after the last round what `passes` does."""
+        for straight, pieces, then in self.passes():
+            yield from rounds(straight, pieces, then)
 
-        Raises `StateMismatchError` after the last round if tensors share memory that would have to hold
-        different values. To find out, their pieces are read once more.
+    def passes(self) -> Iterator[tuple[Destinations, list[Piece], Then]]:
+        """All that is to be read: straight, and in pieces with what is done with each.
+
+        Raises `StateMismatchError` after the last pass if tensors share memory that would have to hold
+        different values. To find out, their pieces are read once more, after all else.
         """
-        yield from rounds(self._straight, self._pieces, lambda piece, source: copy_into(piece.target, source))
+        yield self._straight, self._pieces, lambda piece, source: copy_into(piece.target, source)
         wrong: dict[str, None] = {}
 
         def check(piece: Piece, source: torch.Tensor) -> None:
@@ -130,7 +135,7 @@ class Plan:
                 wrong[self._checked[piece]] = None
 
         if self._checked:
-            yield from rounds({}, list(self._checked), check)
+            yield {}, list(self._checked), check
         if wrong:
             raise StateMismatchError(
                 f"{len(wrong)} tensors of the target share memory but are stored with different values: "
@@ -138,13 +143,32 @@ class Plan:
                 mismatched=tuple(wrong),
             )
 
+    @property
+    def straight(self) -> Destinations:
+        """What is read into the tensors themselves."""
+        return self._straight
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What is copied; those that are read twice are there twice."""
+        return [*self._pieces, *self._checked]
+
+    @property
+    def direct(self) -> list[torch.Tensor]:
+        """The tensors, or parts of tensors, that are read into."""
+        return self._direct
+
     def finish(self) -> None:
-        """After the last round: what autograd keeps for a backward pass is stale, as bytes were written
-        behind its back."""
-        touched = [tensor for tensor in self._direct if not tensor.is_inference()]
-        if touched:
-            with torch.no_grad():
-                torch.autograd.graph.increment_version(touched)
+        """After the last round."""
+        written_to(self._direct)
+
+
+def written_to(tensors: Iterable[torch.Tensor]) -> None:
+    """What autograd keeps of them for a backward pass is stale, as bytes were written behind its back."""
+    touched = [tensor for tensor in tensors if not tensor.is_inference()]
+    if touched:
+        with torch.no_grad():
+            torch.autograd.graph.increment_version(touched)
 
 
 def place(leaf: Leaf, value: Any) -> Placement | None:

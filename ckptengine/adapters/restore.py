@@ -6,17 +6,20 @@ read begins the target is untouched, and everything that does not fit has been r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ckptengine.adapters import objects
 from ckptengine.adapters.collector import gc_paused
+from ckptengine.adapters.delivery import Delivery, Priority
+from ckptengine.adapters.gates import Gate
 from ckptengine.adapters.leaves import Leaf, leaves_of
 from ckptengine.adapters.matching import KEEP, Differences, Matcher, Outcome
-from ckptengine.adapters.placing import Plan, plan
+from ckptengine.adapters.placing import Placement, Plan, plan
 from ckptengine.adapters.rounds import Round
 from ckptengine.adapters.world import World
 from ckptengine.errors import (
@@ -46,6 +49,12 @@ class Match:
     dropped: tuple[str, ...] = ()
     _plan: Plan = field(default_factory=Plan)
     _actions: list[Callable[[], object]] = field(default_factory=list)
+    _placements: Sequence[Placement] = ()
+    _large: Mapping[int, tuple[str, np.ndarray[Any, Any]]] = field(default_factory=dict)
+
+    def delivery(self, gates: Iterable[Gate], priority: Priority) -> Delivery:
+        """For a read that goes on while training begins, instead of `rounds` and `apply`."""
+        return Delivery(self._plan, self._placements, self._large, self._actions, gates, priority)
 
     def rounds(self) -> Iterator[Round]:
         """What is to be read, of this rank's own shard and of those in which others store replicas for it.
@@ -182,6 +191,8 @@ class RestoreTarget:
             *(((), ()) if asked is None else (tuple(asked.from_rank0), tuple(asked.dropped))),
             placed,
             matcher.actions,
+            matcher.placements,
+            matcher.named_large(),
         )
 
 

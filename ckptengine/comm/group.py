@@ -110,6 +110,10 @@ class Group:
     def is_coordinator(self) -> bool:
         return self.rank == COORDINATOR
 
+    def key(self, what: str) -> str:
+        """A prefix for keys that all ranks have, and only between this call and the next one."""
+        return f"{self.prefix}/{what}-{self._calls}"
+
     def gather_all(
         self,
         value: bytes | None,

@@ -19,21 +19,21 @@ Shard = int | None
 class Wanted:
     """A range of a shard's data section, and what it is a piece of.
 
-    rank: those with a lower one are wanted first. parcel: a number of the caller's, who counts what arrives.
+    rank: those with a lower one are wanted first. item: a number of the caller's, who counts what arrives.
     """
 
     destination: Destination
-    parcel: int
+    item: int
     rank: float
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedRead:
-    """One block. parcels: those of which it has bytes, each once."""
+    """One block. items: those of which it has bytes, each once."""
 
     shard: Shard
     read: BlockRead
-    parcels: tuple[int, ...]
+    items: tuple[int, ...]
 
 
 def in_order(
@@ -55,7 +55,7 @@ def in_order(
             first = destination.start // blocks.block_nbytes
             last = (destination.stop - 1) // blocks.block_nbytes
             for block in range(first, last + 1):
-                held[block][one.parcel] = None
+                held[block][one.item] = None
                 ranks[block] = min(ranks.get(block, one.rank), one.rank)
         for read in plan_reads(blocks, destinations):
             block = read.block

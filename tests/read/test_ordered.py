@@ -44,7 +44,7 @@ class Two:
         }
 
     def wanted(self, ranks: dict[tuple[int | None, str], float]) -> dict[int | None, list[Wanted]]:
-        """Parcels are numbered in the order of `ranks`."""
+        """Items are numbered in the order of `ranks`."""
         found: dict[int | None, list[Wanted]] = {}
         for number, ((shard, name), rank) in enumerate(ranks.items()):
             entry = next(e for e in self.shards[shard].header.tensors if e.name == name)
@@ -68,20 +68,20 @@ def test_the_lowest_rank_comes_first_and_no_block_twice(two: Two) -> None:
     assert len(set(blocks)) == len(blocks)
     # t4 is in blocks 6 and 7, t5 in 7 and 8: the block of both comes when the first of them wants it.
     assert blocks == [(1, 6), (1, 7), (None, 7), (None, 8), (None, 0), (None, 1), (1, 8)]
-    assert reads[1].parcels == (0, 3)
+    assert reads[1].items == (0, 3)
 
 
 def test_each_block_is_told_of_once_its_bytes_are_there(two: Two) -> None:
     ranks = {(shard, name): float(i) for i, name in enumerate(NAMES) for shard in (None, 1)}
     wanted = two.wanted(ranks)
     reads = in_order(two.shards, wanted)
-    left = [sum(number in one.parcels for one in reads) for number in range(len(ranks))]
+    left = [sum(number in one.items for one in reads) for number in range(len(ranks))]
     lock = threading.Lock()
     whole: list[int] = []
 
     def note(one: OrderedRead) -> None:
         with lock:
-            for parcel in one.parcels:
+            for parcel in one.items:
                 left[parcel] -= 1
                 if not left[parcel]:
                     shard, name = list(ranks)[parcel]

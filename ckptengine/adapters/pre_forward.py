@@ -1,0 +1,157 @@
+"""How does a module's forward wait for what is still being read, and an optimizer's step for all of it?
+
+A hook removes itself when what it waits for is there, so that nothing is left once all is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ckptengine.adapters.gates import Gate
+from ckptengine.errors import CheckpointError
+from ckptengine.read.arrivals import Arrivals
+
+Wait = Callable[[Sequence[int]], object]
+"""Returns when the parcels are there, or raises."""
+
+_HINT = (
+    "exchange tensors (swap_tensors, .data, module.to, a new parameter) before the restore or after result()"
+)
+
+
+class Hooks:
+    """The hooks of one restore. wait: returns when the parcels are there, or raises; finish: what an
+    optimizer's step waits for.
+
+    All methods are called on the training thread.
+    """
+
+    def __init__(
+        self,
+        gates: Iterable[tuple[Gate, Sequence[int]]],
+        arrivals: Arrivals,
+        wait: Wait,
+        finish: Callable[[], object],
+    ) -> None:
+        self._finish = finish
+        self._arrivals = arrivals
+        self._held = [_Held(gate, parcels, arrivals, wait) for gate, parcels in gates]
+        self._first = self._held[0].gate if self._held else None
+        self._last: _Held | None = None
+        self._step: Any = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._finish()
+
+    def let_pass(self) -> None:
+        """Let go of the modules for which all is there.
+
+        Raises `CheckpointError` where a module's memory was exchanged before.
+        """
+        held, self._held = self._held, []
+        for one in held:
+            if not one.try_pass():
+                self._held.append(one)
+
+    def leave(self, *, in_step: bool = False) -> None:
+        """All is there, or all is over. in_step: from within an optimizer's step; torch goes through the
+        hooks of it, so that it is the next forward that removes the last one."""
+        for held in self._held:
+            held.remove()
+        self._held = []
+        if not in_step:
+            self._leave_steps()
+        elif self._first is not None and self._last is None:
+            self._last = _Held(self._first, (), self._arrivals, lambda parcels: self._leave_steps())
+
+    def _leave_steps(self) -> None:
+        if self._step is not None:
+            self._step.remove()
+            self._step = None
+        if self._last is not None:
+            self._last.remove()
+            self._last = None
+
+
+class _Held:
+    """Holds a gate's module until its parcels are there."""
+
+    def __init__(self, gate: Gate, parcels: Sequence[int], arrivals: Arrivals, wait: Wait) -> None:
+        self.gate = gate
+        self._arrivals = arrivals
+        self._passed = False
+        self._parcels = parcels
+        self._wait = wait
+        module: Any = gate.module
+        self._compiled = module.__dict__.get("_compiled_call_impl")
+        self._hook: Any = None
+        # Not to be compiled either once the graph is broken. To import the compiler takes seconds.
+        self._in_python = _disabled(self._pass) if "torch._dynamo" in sys.modules else self._pass
+        if self._compiled is not None:
+            # Hooks are compiled along, or, if they come later, left out.
+            module._compiled_call_impl = self._call
+        else:
+            self._hook = gate.module.register_forward_pre_hook(self, prepend=True)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._in_python()
+
+    # A compiled function that calls the module breaks its graph here, instead of looking into what is there
+    # while it is compiled.
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+    __call__._torchdynamo_disable_msg = "waits for a restore"  # type: ignore[attr-defined]
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._compiled
+        self._pass()
+        return compiled(*args, **kwargs)
+
+    def _pass(self) -> None:
+        if not self._passed:
+            self._wait(self._parcels)
+            self._check()
+        self.remove()
+
+    def try_pass(self) -> bool:
+        if not self._passed and self._arrivals.are_there(self._parcels):
+            self._check()
+            self.remove()
+        return self._passed
+
+    def _check(self) -> None:
+        if self._parcels and not self.gate.is_as_it_was():
+            raise CheckpointError(
+                f"tensors of a {type(self.gate.module).__name__} were exchanged for others, or given other "
+                "memory, while it was being restored: what was read is not in them",
+                hint=_HINT,
+            )
+
+    def remove(self) -> None:
+        self._passed = True
+        module: Any = self.gate.module
+        if self._hook is not None:
+            self._hook.remove()
+        elif module.__dict__.get("_compiled_call_impl") == self._call:
+            module._compiled_call_impl = self._compiled
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _copied()
+
+    def __reduce__(self) -> NoReturn:
+        raise _copied()
+
+
+def _disabled(function: Callable[[], None]) -> Callable[[], None]:
+    return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _copied() -> CheckpointError:
+    return CheckpointError(
+        "a module cannot be copied or pickled while it is being restored", hint="call handle.wait() before"
+    )
