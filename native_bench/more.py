@@ -48,6 +48,7 @@ PARTS = {
     "memory": Part("Memory", "memory", 110, 600),
     "codecs": Part("Compression", "codecs", 57, 300),
     "slow-device": Part("Compression on slow devices", "slow_device", 50, 300),
+    "reshard": Part("Restores into another layout", "reshard", 90, 600),
     "growth": Part("What grows with the number of ranks", "growth", 15, 300),
 }
 
