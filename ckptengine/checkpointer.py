@@ -168,11 +168,11 @@ class Checkpointer:
     ) -> RestoreInfo | RestoreHandle:
         """Fill `state` in place from the newest commit, or from `step`.
 
-        state: shaped like what was saved, with as many ranks. Tensors are filled where they are; values are
-        replaced in the dicts and lists that hold them; objects get `load_state_dict`. Every byte is checked
-        against its digest. All ranks restore the same step. If a shard of the newest commit is damaged, all
-        ranks fall back to the commit before it together (`RestoreInfo.fell_back_from`); not when `step` is
-        given.
+        state: with the keys that were saved, by any number of ranks and sharded in any way. Tensors are
+        filled where they are, from whichever shards hold their elements; values are replaced in the dicts and
+        lists that hold them; objects get `load_state_dict`. Every byte is checked against its digest. All
+        ranks restore the same step. If a shard of the newest commit is damaged, all ranks fall back to the
+        commit before it together (`RestoreInfo.fell_back_from`); not when `step` is given.
 
         strict: differences between target and checkpoint are an error; else keys on one side only are left
         alone and returned in `RestoreInfo`.

@@ -16,7 +16,10 @@ IN_A_SAMPLE = (pytest.mark.slow, pytest.mark.sample)
 
 @pytest.mark.parametrize(
     "name",
-    ["slow-device", *(pytest.param(name, marks=IN_A_SAMPLE) for name in ("step-time", "codecs", "growth"))],
+    [
+        "slow-device",
+        *(pytest.param(name, marks=IN_A_SAMPLE) for name in ("step-time", "codecs", "growth", "reshard")),
+    ],
 )
 def test_every_part_comes_to_tables_and_targets(tmp_path: Path, name: str) -> None:
     section = more.run(name, tmp_path, tmp_path / "section.json", quick=True)
