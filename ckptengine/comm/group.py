@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,12 +21,24 @@ from ckptengine.tracing.recorder import span
 MAX_FAILURE_TEXT = 8000
 """Characters of an error's message that travel; a status page has room for no more."""
 
+LOOK_S = 2.0
+"""So often the coordinator, while it waits for a rank, looks whether others have lost it."""
+
 COORDINATOR = 0
 """The rank that lists steps, makes directories and commits."""
 
 
+class StoppedByPeerError(CheckpointError):
+    """Another rank, `rank`, has failed, and will say why itself."""
+
+
+class PeerLostError(CommitTimeoutError):
+    """Another rank, `rank`, has ended or gone silent: it will say nothing, and need not be waited for."""
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An exception of one rank, in a form another rank can raise."""
+    """An exception of one rank, in a form another rank can raise. follows: it only follows from
+    another's. lost: the rank it names will not report."""
 
     kind: str
     message: str
@@ -38,6 +50,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     errno: int | None = None
     retryable: bool = True
     repeated: bool = False
+    follows: bool = False
+    lost: bool = False
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
@@ -45,6 +59,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(error: BaseException, rank: int) -> Failure:
         """`rank` is the rank on which `error` happened, unless the error itself names one."""
+        if isinstance(error, PeerLostError):
+            return Failure(kind="CommitTimeoutError", message=error.message, rank=error.rank or 0, lost=True)
         if not isinstance(error, CheckpointError):
             return Failure(
                 kind=type(error).__name__,
@@ -65,6 +81,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             errno=error.errno if isinstance(error, OSError) else None,
             retryable=error.retryable,
             repeated=error.repeated,
+            follows=isinstance(error, StoppedByPeerError),
+            lost=False,
             **lists,
         )
 
@@ -132,9 +150,7 @@ class Group:
     def agree(self, failure: Failure | None = None, *, what: str, timeout_s: float | None = None) -> None:
         """Every rank says that it succeeded, or how it failed; if any failed, the lowest one's error is
         raised on all. As `gather_all`, but what a rank hears does not grow with the world."""
-        self._gather(
-            _Report(failure=failure), what, timeout_s, lambda reports: [r for r in reports if r.failure][:1]
-        )
+        self._gather(_Report(failure=failure), what, timeout_s, _first_failure)
 
     def summarise(
         self,
@@ -149,9 +165,9 @@ class Group:
         values, in rank order, so that what a rank hears does not grow with the world here either."""
 
         def answer(reports: list[_Report]) -> list[_Report]:
-            failed = [report for report in reports if report.failure]
+            failed = _first_failure(reports)
             if failed:
-                return failed[:1]
+                return failed
             try:
                 return [_Report(summary([report.value or b"" for report in reports]))]
             except Exception as error:  # or the other ranks would wait for their deadline
@@ -172,7 +188,10 @@ class Group:
         self, key: str, report: _Report, what: str, timeout_s: float, answer: _Answer
     ) -> list[bytes]:
         """answer: what the coordinator tells all ranks of what they reported."""
-        self.transport.set(f"{key}/{self.rank}", msgspec.msgpack.encode(report))
+        told = msgspec.msgpack.encode(report)
+        if report.failure is not None and report.failure.lost:
+            self.transport.set_if_absent(f"{key}/lost", told)
+        self.transport.set(f"{key}/{self.rank}", told)
         if self.is_coordinator:
             reports, missing = self._collect(key, timeout_s)
             if missing:
@@ -182,10 +201,10 @@ class Group:
                     rank=missing[0],
                 )
                 reports = [_Report(failure=failure)]
-            else:
+            elif len(reports) == self.world_size:
                 reports = answer(reports)
             self.transport.set(f"{key}/all", msgspec.msgpack.encode(reports))
-            if not missing:
+            if not missing and len(reports) == self.world_size:
                 # A rank that has reported to this call has read all of those before it.
                 self._forget(self._past)
             self._past.append(key)
@@ -226,9 +245,39 @@ class Group:
             ) from None
         return _values([msgspec.msgpack.decode(data, type=_Report)])[0]
 
+    def among(self, members: Sequence[int], value: bytes, name: str, *, what: str) -> list[bytes]:
+        """Some of the ranks, in the order given, tell each other a value after the last call of all ranks,
+        which need not know. name: tells this apart from others since then. Raises `CommitTimeoutError` with
+        the rank that gives none."""
+        with _connection_named(what), span("wait for some ranks", "wait", {"while": what}):
+            self.transport.set(self._among(name, self.rank), value)
+            deadline = time.monotonic() + self.timeout_s
+            values = []
+            for rank in members:
+                try:
+                    left = max(deadline - time.monotonic(), 0.001)
+                    values.append(self.transport.get(self._among(name, rank), left))
+                except TimeoutError:
+                    raise CommitTimeoutError(
+                        f"rank {rank} did not report within {self.timeout_s:g} s while {what}", rank=rank
+                    ) from None
+            return values
+
+    def forget_among(self, name: str, call: int) -> None:
+        """Delete what this rank told, once the others have heard it. call: `calls` as it was."""
+        self.transport.delete(f"{self.prefix}/{call}/{name}/{self.rank}")
+
+    @property
+    def calls(self) -> int:
+        """How many calls all ranks have made."""
+        return self._calls
+
+    def _among(self, name: str, rank: int) -> str:
+        return f"{self.prefix}/{self._calls}/{name}/{rank}"
+
     def _forget(self, keys: list[str]) -> None:
         for key in keys:
-            for name in ("all", *map(str, range(self.world_size))):
+            for name in ("all", "lost", *map(str, range(self.world_size))):
                 self.transport.delete(f"{key}/{name}")
         keys.clear()
 
@@ -237,14 +286,27 @@ class Group:
         return f"{self.prefix}/{self._calls}"
 
     def _collect(self, key: str, timeout_s: float) -> tuple[list[_Report], list[int]]:
+        """All ranks' reports, and which ranks gave none. One that says that a rank is lost ends the wait."""
         deadline = time.monotonic() + timeout_s
         reports, missing = [], []
         for rank in range(self.world_size):
-            try:
-                data = self.transport.get(f"{key}/{rank}", max(deadline - time.monotonic(), 0.001))
-                reports.append(msgspec.msgpack.decode(data, type=_Report))
-            except TimeoutError:
+            data = None
+            while data is None:
+                left = max(deadline - time.monotonic(), 0.001)
+                try:
+                    data = self.transport.get(f"{key}/{rank}", min(left, LOOK_S))
+                except TimeoutError:
+                    if left <= LOOK_S:
+                        break
+                    lost = self.transport.peek(f"{key}/lost")
+                    if lost is not None:
+                        return [msgspec.msgpack.decode(lost, type=_Report)], []
+            if data is None:
                 missing.append(rank)
+            else:
+                reports.append(msgspec.msgpack.decode(data, type=_Report))
+                if reports[-1].failure is not None and reports[-1].failure.lost:
+                    return [reports[-1]], []
         return reports, missing
 
 
@@ -257,6 +319,12 @@ def _connection_named(what: str) -> Iterator[None]:
             f"the other ranks cannot be reached while {what}: {error}",
             hint="has a rank ended, or the process group been destroyed?",
         ) from error
+
+
+def _first_failure(reports: list[_Report]) -> list[_Report]:
+    """The lowest rank's, but not one that only follows another's."""
+    failed = [report for report in reports if report.failure is not None]
+    return sorted(failed, key=lambda report: report.failure is not None and report.failure.follows)[:1]
 
 
 def _values(reports: list[_Report]) -> list[bytes]:

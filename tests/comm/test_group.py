@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptengine.comm.group import Failure, Group
+from ckptengine.comm.group import Failure, Group, PeerLostError, StoppedByPeerError
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.errors import (
     CheckpointError,
@@ -167,3 +167,55 @@ def test_a_coordinator_that_cannot_scatter_fails_all() -> None:
         return group.scatter(None, failure, what="testing")
 
     assert [type(e) for e in on_ranks(3, work)] == [CorruptCheckpointError] * 3
+
+
+def test_a_failure_that_only_follows_another_is_not_the_one_that_is_raised() -> None:
+    def work(group: Group) -> None:
+        failure = None
+        if group.rank == 0:
+            failure = Failure.of(StoppedByPeerError("it has stopped", rank=2), 0)
+        if group.rank == 2:
+            failure = Failure.of(CorruptCheckpointError("damaged", path="/x"), 2)
+        group.agree(failure, what="testing")
+
+    for error in on_ranks(3, work):
+        assert isinstance(error, CorruptCheckpointError)
+        assert error.rank == 2
+
+
+@pytest.mark.parametrize("tells", [0, 2])
+def test_a_rank_that_another_one_has_lost_is_not_waited_for(tells: int) -> None:
+    def work(group: Group) -> None:
+        failure = None
+        if group.rank == tells:
+            failure = Failure.of(PeerLostError("rank 1 ended", rank=1), group.rank)
+        group.agree(failure, what="testing")
+
+    results = on_ranks(3, work, timeout_s=600.0, absent=(1,))
+    for error in (results[0], results[2]):
+        assert isinstance(error, CommitTimeoutError)
+        assert error.rank == 1
+
+
+def test_some_ranks_tell_each_other_and_the_others_need_not_know() -> None:
+    def work(group: Group) -> list[bytes]:
+        told = []
+        if group.rank in (1, 3):
+            told = group.among((3, 1), b"%d" % group.rank, "some", what="testing")
+        call = group.calls
+        group.agree(what="testing")
+        if told:
+            group.forget_among("some", call)
+            assert group.transport.peek(f"g/{call}/some/{group.rank}") is None
+        return told
+
+    assert on_ranks(4, work) == [[], [b"3", b"1"], [], [b"3", b"1"]]
+
+
+def test_one_of_some_that_does_not_come_is_named() -> None:
+    def work(group: Group) -> None:
+        group.among((0, 1), b"", "some", what="testing")
+
+    error, _ = on_ranks(2, work, timeout_s=0.2, absent=(1,))
+    assert isinstance(error, CommitTimeoutError)
+    assert error.rank == 1
