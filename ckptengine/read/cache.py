@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from ckptengine.format.shard import ShardHeader
 from ckptengine.read.plan import BlockRead, Destination, plan_reads
 from ckptengine.read.reader import ShardReader, scatter
-from ckptengine.storage.direct import AlignedBuffer
+from ckptengine.storage.direct import Memory
 
 
 class BlockCache:
@@ -24,7 +24,7 @@ class BlockCache:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._held = 0
-        self._blocks: OrderedDict[tuple[int, int], AlignedBuffer] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], Memory] = OrderedDict()
         self._lock = threading.Lock()
 
     def deliver(
@@ -62,17 +62,17 @@ class BlockCache:
             self._blocks.clear()
             self._held = 0
 
-    def _get(self, rank: int, block: int) -> AlignedBuffer | None:
+    def _get(self, rank: int, block: int) -> Memory | None:
         with self._lock:
             held = self._blocks.get((rank, block))
             if held is not None:
                 self._blocks.move_to_end((rank, block))
             return held
 
-    def _put(self, rank: int, block: int, data: AlignedBuffer) -> None:
+    def _put(self, rank: int, block: int, data: Memory) -> None:
         with self._lock:
             old = self._blocks.pop((rank, block), None)
-            self._held += data.nbytes - (old.nbytes if old is not None else 0)
+            self._held += data.view.nbytes - (old.view.nbytes if old is not None else 0)
             self._blocks[rank, block] = data
             while self._held > self._nbytes and len(self._blocks) > 1:
-                self._held -= self._blocks.popitem(last=False)[1].nbytes
+                self._held -= self._blocks.popitem(last=False)[1].view.nbytes

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from ckptengine.format.digest import PIECE_NBYTES, Hasher
 from ckptengine.read.plan import Copy
 from ckptengine.read.spent import Spent
-from ckptengine.storage.direct import AlignedBuffer
+from ckptengine.storage.direct import Memory
 from ckptengine.storage.memcopy import move
 from ckptengine.storage.store import BlockReader, ReadSource
 from ckptengine.tracing import recorder
@@ -55,7 +55,7 @@ def deliver(
     offset: int,
     nbytes: int,
     copies: Sequence[Copy],
-    buffer: AlignedBuffer,
+    buffer: Memory,
     *,
     verify: bool = True,
     keep: bool = False,

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -29,7 +30,7 @@ from ckptengine.read.plan import BlockRead, Destination, plan_reads
 from ckptengine.read.spent import Spent
 from ckptengine.read.tally import ReadStats as ReadStats
 from ckptengine.read.tally import Tally
-from ckptengine.storage.direct import AlignedBuffer
+from ckptengine.storage.direct import AlignedBuffer, Memory
 from ckptengine.storage.memcopy import move
 from ckptengine.storage.store import BlockReader, ReadSource, Store
 from ckptengine.storage.threads import in_threads
@@ -113,9 +114,15 @@ class Buffers:
     the thread's time was spent on."""
 
     def __init__(self, nbytes: int, stored_nbytes: int) -> None:
-        self.plain = AlignedBuffer(nbytes)
+        self.plain: Memory = AlignedBuffer(nbytes)
         self.stored = AlignedBuffer(stored_nbytes) if stored_nbytes else None
         self.spent = Spent()
+
+    def with_plain(self, memory: Memory) -> Buffers:
+        """The same, with other memory for what is delivered."""
+        other = copy(self)
+        other.plain = memory
+        return other
 
 
 class ShardReader:
@@ -145,6 +152,11 @@ class ShardReader:
 
     def close(self) -> None:
         self._file.close()
+
+    def block_nbytes(self, block: int) -> int:
+        """How long a block is, as it is delivered."""
+        start, stop = self._blocks.span(block)
+        return stop - start
 
     def extent(self, block: int) -> tuple[int, int]:
         """Where a block lies in the file: its offset and stored length, without the padding after it."""
@@ -187,10 +199,10 @@ class ShardReader:
         plain, stored = self.buffer_nbytes_for(blocks)
         each = plain + stored
         if not stored and threads > 1:
-            threads = min(threads, len(os.sched_getaffinity(0))) if self._cached(blocks) else 2 * threads
+            threads = min(threads, len(os.sched_getaffinity(0))) if self.are_cached(blocks) else 2 * threads
         return max(1, min(threads, MAX_POOL_NBYTES // max(1, each)))
 
-    def _cached(self, blocks: Sequence[int]) -> bool:
+    def are_cached(self, blocks: Sequence[int]) -> bool:
         """Whether the page cache seems to have all of the blocks: a few are asked about."""
         some = (*blocks[:: max(1, len(blocks) // RESIDENCY_SAMPLES)], *blocks[-1:])
         try:
@@ -244,12 +256,9 @@ class ShardReader:
                 found = digest(plain) if self._verify else None
                 digested = time.monotonic_ns()
                 self._check(block, found)
-                scatter(read, buffers.plain.address)
+                scatter(read, buffers.plain.address, buffers.spent)
                 ended = time.monotonic_ns()
-                spent = buffers.spent
-                spent.verify_ns += digested - began
-                spent.scatter_ns += ended - digested
-                spent.scattered_nbytes += read.nbytes_wanted
+                buffers.spent.verify_ns += digested - began
                 if (trace := recorder.current) is not None:
                     trace.add("digest", "cpu", began, digested, {"bytes": len(plain)})
                     trace.add("copy", "cpu", digested, ended, {"bytes": read.nbytes_wanted})
@@ -285,7 +294,7 @@ class ShardReader:
         if found is not None and found != self.header.block_digest(block):
             raise BlockDamagedError(self.damage(block, "its digest differs from the header's"))
 
-    def load_alone(self, block: int) -> AlignedBuffer:
+    def load_alone(self, block: int) -> Memory:
         """One block, checked, in a buffer for the caller to keep. Raises what `deliver` raises."""
         buffers = self.buffers_for([block], keep=True)
         try:
@@ -312,13 +321,17 @@ class ShardReader:
         )
         return tally.stats()
 
-    def take(self, read: BlockRead, buffers: Buffers, tally: Tally) -> int:
+    def take(self, read: BlockRead, buffers: Buffers, tally: Tally, *, keep: bool = False) -> int:
         """Reads one block, makes its copies, checks it and counts all of it in. Returns the bytes read from
-        the file. Raises what `read_shard` raises."""
+        the file. With `keep` the whole block is in the buffer afterwards. Raises what `read_shard` raises."""
         trace = recorder.current
         started = recorder.clock()
         try:
-            cached = self.read(read, buffers)
+            if keep:
+                cached = self.read(BlockRead(read.block, ()), buffers, keep=True)
+                scatter(read, buffers.plain.address, buffers.spent)
+            else:
+                cached = self.read(read, buffers)
         except BlockDamagedError as error:
             raise error.damage.error() from None
         start, stop = self._blocks.span(read.block)
@@ -353,7 +366,12 @@ class ShardReader:
             error.rank = self.header.rank
 
 
-def scatter(read: BlockRead, address: int) -> None:
-    """Makes a block's copies, from the block's bytes at `address`."""
+def scatter(read: BlockRead, address: int, spent: Spent | None = None) -> None:
+    """Makes a block's copies, from the block's bytes at `address`; spent: the calling thread's."""
+    began = time.monotonic_ns()
     for at, nbytes, to in read.copies:
         move(to, address + at, nbytes)
+    if spent is None:
+        return
+    spent.scatter_ns += time.monotonic_ns() - began
+    spent.scattered_nbytes += read.nbytes_wanted

@@ -13,7 +13,7 @@ import errno
 import mmap
 import os
 import threading
-from typing import Literal
+from typing import Literal, Protocol
 
 from ckptengine.errors import StorageError
 from ckptengine.format.limits import PAGE
@@ -118,6 +118,20 @@ class DirectFile:
                 hint=_DEMANDED,
             ) from exc
         self._usable = False
+
+
+class Memory(Protocol):
+    """Memory to transfer from or to."""
+
+    @property
+    def view(self) -> memoryview:
+        """All of it, writable."""
+        ...
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        ...
 
 
 class AlignedBuffer:

@@ -1,0 +1,97 @@
+"""How does one process hand blocks to others of its host without a copy? A ring of slots in shared memory.
+
+Its owner fills a slot and publishes it; the others, who map the same memory, take what they want straight out
+of it and release it; when all have, the owner fills it with something else. Each word is written by one
+process only, and stored and loaded as one machine word. Nothing here waits: `ckptengine.read.local` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from ckptengine.format.limits import PAGE, round_up
+from ckptengine.staging.arena import Arena, attach
+
+_WORD = 8
+
+
+class Ring:
+    """`slots` slots of `nbytes` bytes each, for `members` processes.
+
+    The arena's payload holds one word that says that the owner has given up; for each slot the number of
+    what is in it; for each slot and member the number of what that member has released last; then the slots.
+    Numbers count from 1.
+    """
+
+    def __init__(self, arena: Arena, slots: int, nbytes: int, members: int) -> None:
+        self.slots = slots
+        self._arena = arena
+        self._members = members
+        self._nbytes = nbytes
+        words = 1 + slots * (1 + members)
+        self._words = (ctypes.c_uint64 * words).from_buffer(arena.payload)
+        self._first = round_up(words * _WORD, PAGE)
+
+    @staticmethod
+    def capacity(slots: int, nbytes: int, members: int) -> int:
+        """How large the arena must be."""
+        return round_up((1 + slots * (1 + members)) * _WORD, PAGE) + slots * nbytes
+
+    @classmethod
+    def make(cls, slots: int, nbytes: int, members: int) -> Ring:
+        """A ring of this process's. Raises `SaveFailedError` if there is no memory for it."""
+        return cls(Arena(cls.capacity(slots, nbytes, members)), slots, nbytes, members)
+
+    @classmethod
+    def join(cls, pid: int, fd: int, capacity: int, slots: int, nbytes: int, members: int) -> Ring:
+        """The ring of another process. Raises `StorageError` if it cannot be reached."""
+        return cls(attach(pid, fd, capacity), slots, nbytes, members)
+
+    @property
+    def fd(self) -> int:
+        return self._arena.fd
+
+    @property
+    def arena_nbytes(self) -> int:
+        return self._arena.capacity
+
+    def address(self, number: int) -> int:
+        """Of the slot that holds what has this number."""
+        return self._arena.payload_address + self._first + self._slot(number) * self._nbytes
+
+    def view(self, number: int) -> memoryview:
+        at = self._first + self._slot(number) * self._nbytes
+        return self._arena.payload[at : at + self._nbytes]
+
+    def publish(self, number: int) -> None:
+        """The slot is filled."""
+        self._words[1 + self._slot(number)] = number
+
+    def is_published(self, number: int) -> bool:
+        return bool(self._words[1 + self._slot(number)] == number)
+
+    def release(self, number: int, member: int) -> None:
+        """This member has what it wanted of it."""
+        self._words[self._released(number, member)] = number
+
+    def has_released(self, number: int, member: int) -> bool:
+        return bool(self._words[self._released(number, member)] >= number)
+
+    def give_up(self) -> None:
+        """The owner will publish nothing more."""
+        self._words[0] = 1
+
+    @property
+    def is_given_up(self) -> bool:
+        return bool(self._words[0])
+
+    def close(self) -> None:
+        """Give the memory up; a slot that is still looked at stays until the last view of it is gone."""
+        self._words = (ctypes.c_uint64 * len(self._words))()
+        self._arena.close()
+
+    def _slot(self, number: int) -> int:
+        return (number - 1) % self.slots
+
+    def _released(self, number: int, member: int) -> int:
+        return 1 + self.slots + self._slot(number) * self._members + member
