@@ -28,6 +28,7 @@ from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo, RestoreInfo
 from ckptengine.monitor import Run
 from ckptengine.read.per_rank import PerRankPolicy, PerRankSpec
+from ckptengine.read_once import Rates, Sharing
 from ckptengine.restore_handle import RestoreHandle
 from ckptengine.restorer import RestoreOptions, begin_restore, restore
 from ckptengine.saver import Saver
@@ -85,6 +86,10 @@ class Checkpointer:
         self._transport = _connect(spec, member.rank)
         self._group = Group(
             member.rank, member.world_size, self._transport, f"{run}/group", self.config.agree_timeout_s
+        )
+        self._rates = Rates()
+        self._network = c10d.network(
+            member, self._transport, f"{run}/exchange", self.config.restore_timeout_s
         )
         self._agree_on_setup()
         if directory is not None:
@@ -215,7 +220,10 @@ class Checkpointer:
             with recorder.span("restore", "whole"):
                 target = (self.root, state, step, options, self._store, self._group, self.config)
                 if not streaming:
-                    return restore(*target)
+                    return restore(
+                        *target,
+                        sharing=lambda: Sharing(self._group, self.config, self._rates, self._network),
+                    )
                 self._restoring = begin_restore(*target, priority=priority)
                 return self._restoring
         finally:
@@ -301,6 +309,8 @@ class Checkpointer:
         finally:
             if self._trace is not None:
                 recorder.stop(self._trace)
+        if self._network is not None:
+            self._network.close()
         _leave_exchange(self._run, self._transport)
         self._transport.close()
 

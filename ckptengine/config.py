@@ -27,7 +27,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     direct_io: `"auto"` bypasses the page cache where the file system can; `"on"` requires it; `"off"` never
         does.
     storage_gbps: GB (1e9 bytes) a second that the storage was measured to give one rank while all read, for
-        `RestoreInfo.limit_share`; on a local disk, 1.074 times the GiB/s of `make limits`. None: not known.
+        `RestoreInfo.limit_share` and for `exchange`; on a local disk, 1.074 times the GiB/s of `make limits`.
+        None: not known.
+    exchange: how a restore gets bytes that several ranks need: `"on"`: each reads its part once and gets the
+        rest from the others; `"off"`: every rank reads all it needs; `"auto"`: whichever is faster, by what
+        the page cache has and by rates, told or measured.
+    fabric_gbps: GB a second that one rank can receive from those of other hosts, over TCP while all do, for
+        `exchange`. None: it is measured when needed.
     io_threads: parallel block reads or writes per rank; a restore of raw shards has twice as many threads (no
         more than CPUs where the page cache has them), a save of them half as many again.
     stripe_count: on Lustre, over how many OSTs each shard is striped: a number (-1: all), `"auto"` (by the
@@ -59,6 +65,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     direct_io: Literal["auto", "on", "off"] = "auto"
     io_threads: int = 4
     storage_gbps: float | None = None
+    exchange: Literal["auto", "on", "off"] = "auto"
+    fabric_gbps: float | None = None
     stripe_count: int | Literal["auto", "inherit"] = "auto"
     stripe_nbytes: int = 4 << 20
     max_arenas: int = 2
@@ -94,6 +102,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             problems.append(f"zstd_level must be in [-7, 22], not {self.zstd_level}")
         if self.direct_io not in ("auto", "on", "off"):
             problems.append(f'direct_io must be "auto", "on" or "off", not {self.direct_io!r}')
+        if self.exchange not in ("auto", "on", "off"):
+            problems.append(f'exchange must be "auto", "on" or "off", not {self.exchange!r}')
         if self.snapshot not in ("copy", "overlap"):
             problems.append(f'snapshot must be "copy" or "overlap", not {self.snapshot!r}')
         count = self.stripe_count
@@ -125,8 +135,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 problems.append(f"{name} must be in (0, {MAX_TIMEOUT_S:g}] seconds, not {found}")
         if self.trace == "":
             problems.append("trace must be a directory or None, not ''")
-        if self.storage_gbps is not None and not 0 < self.storage_gbps <= MAX_GBPS:
-            problems.append(f"storage_gbps must be in (0, {MAX_GBPS:g}] or None, not {self.storage_gbps}")
+        for name in ("storage_gbps", "fabric_gbps"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= MAX_GBPS:
+                problems.append(f"{name} must be in (0, {MAX_GBPS:g}] or None, not {value}")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -157,7 +169,10 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
         ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s", "restore_timeout_s"),
         ("a number of seconds", _is_seconds),
     ),
-    "storage_gbps": ("a number or None", lambda value: value is None or _is_seconds(value)),
+    **dict.fromkeys(
+        ("storage_gbps", "fabric_gbps"),
+        ("a number or None", lambda value: value is None or _is_seconds(value)),
+    ),
     "trace": ("a str or None", lambda value: value is None or isinstance(value, str)),
     "allow_pickle": ("True or False", _is_bool),
 }

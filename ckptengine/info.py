@@ -97,6 +97,24 @@ class FallBack:
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeInfo:
+    """How a restore came by what several ranks need.
+
+    used: each rank of some has read a part of it, and got the rest from the others. why: the reason for that,
+    or against it. channel: `"shared memory"` or `"gloo"`; "" if unused. ranks: how many exchanged, this one
+    included. received_nbytes, sent_nbytes: blocks that this rank got from others, and that others got
+    from it, each counted once.
+    """
+
+    used: bool = False
+    why: str = "no two ranks need the same blocks"
+    channel: str = ""
+    ranks: int = 1
+    received_nbytes: int = 0
+    sent_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreInfo:
     """A finished restore.
 
@@ -110,7 +128,8 @@ class RestoreInfo:
     many of them the page cache had. verified: every byte was checked against its digest.
     rank, phases: whose figures these are, and where its `seconds` went. slowest: the rank that was busy
     longest, with its phases; known to all ranks. ranks: every rank's, in rank order; the coordinator's
-    (rank 0's) alone, else empty. limit_gbps: `Config.storage_gbps`.
+    (rank 0's) alone, else empty. limit_gbps: `Config.storage_gbps`. exchange: whether this rank read all
+    it needed itself, and why.
     """
 
     step: int
@@ -132,6 +151,7 @@ class RestoreInfo:
     slowest: RankPhases | None = None
     ranks: tuple[RankPhases, ...] = ()
     limit_gbps: float | None = None
+    exchange: ExchangeInfo = field(default_factory=ExchangeInfo)
 
     @property
     def limit_share(self) -> float | None:
@@ -159,6 +179,9 @@ class RestoreInfo:
         ]
         if self.limit_share is not None:
             lines.append(f"read at {self.limit_share:.0%} of the storage's {self.limit_gbps:g} GB/s")
+        if self.exchange.used:
+            got = f"{self.exchange.received_nbytes:,} bytes came from {self.exchange.ranks - 1} other ranks"
+            lines.append(f"{got}, through {self.exchange.channel}: {self.exchange.why}")
         if self.slowest is not None and (len(self.ranks) > 1 or self.slowest.rank != self.rank):
             slowest = self.slowest
             lines.append(

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -28,7 +28,7 @@ from ckptengine.adapters.matching import Differences
 from ckptengine.adapters.restore import Match, RestoreTarget, mismatch
 from ckptengine.adapters.world import World
 from ckptengine.catalog.catalog import StepEntry, ignored_entries, list_steps, newest_first
-from ckptengine.comm.group import COORDINATOR, Failure, Group
+from ckptengine.comm.group import COORDINATOR, Failure, Group, StoppedByPeerError
 from ckptengine.comm.rollcall import RollCall
 from ckptengine.config import Config
 from ckptengine.errors import (
@@ -40,11 +40,13 @@ from ckptengine.errors import (
 )
 from ckptengine.format.manifest import Manifest, ShardRef
 from ckptengine.format.names import step_dirname
-from ckptengine.info import FallBack, RestoreInfo
+from ckptengine.info import ExchangeInfo, FallBack, RestoreInfo
 from ckptengine.phases import Ranks, Stopwatch
 from ckptengine.read.per_rank import PerRankPolicy
 from ckptengine.read.reader import ReadStats
 from ckptengine.read.step import held_manifest
+from ckptengine.read_once import Sharing
+from ckptengine.read_together import read_together
 from ckptengine.restore_handle import RestoreHandle
 from ckptengine.step_shards import Assignment, StepShards
 from ckptengine.storage.store import Store
@@ -77,9 +79,15 @@ def restore(
     store: Store,
     group: Group,
     config: Config,
+    *,
+    sharing: Callable[[], Sharing] | None = None,
 ) -> RestoreInfo:
-    """Fill `state` from the newest commit that is whole, or from `step`; see `Checkpointer.restore`."""
+    """Fill `state` from the newest commit that is whole, or from `step`; see `Checkpointer.restore`.
+
+    sharing: begins to find out, for one step, what ranks can read once; None: they do not ask.
+    """
     run = _Run(options, store, group, config)
+    run.sharing = sharing
     with ExitStack() as held:
         return _first_whole(run, root, state, step, held, partial(_restore_step, run))
 
@@ -149,6 +157,8 @@ class _Run:
         self.config = config
         self.watch = Stopwatch()
         self.fell_back: list[FallBack] = []
+        self.sharing: Callable[[], Sharing] | None = None
+        self.exchange = ExchangeInfo(why="each rank reads for itself")
 
     def shards(self, assignment: Assignment) -> StepShards:
         return StepShards(assignment, self.store, self.config.io_threads, self.watch)
@@ -159,8 +169,9 @@ class _Run:
         shards: StepShards,
         target: RestoreTarget,
         prepare: Callable[[Match], object] = lambda match: None,
+        tell: Told | None = None,
     ) -> Match:
-        """How the step fits the target, on all ranks; they also `prepare` with it."""
+        """How the step fits the target, on all ranks; they also `prepare` with it, and `tell`."""
         options, rank = self.options, self.group.rank
         own = assignment.world_size == self.group.world_size
 
@@ -187,7 +198,7 @@ class _Run:
                 return match
 
         what = "comparing the checkpoint with the restore target"
-        match: Match = _on_all_ranks(self.group, self.watch, plan, what)
+        match: Match = _on_all_ranks(self.group, self.watch, plan, what, tell=tell)
         if not own:
             with self.watch.measure("agree"):
                 match = _without_place(match, target, options.strict, assignment.step_path, self.group)
@@ -206,7 +217,7 @@ class _Run:
             with gc_paused(), self.watch.measure("apply"):
                 work()
 
-        _on_all_ranks(self.group, self.watch, apply, "putting the restored values in place", ranks=ranks)
+        _on_all_ranks(self.group, self.watch, apply, "putting the restored values in place", tell=ranks)
 
     def finish(
         self,
@@ -239,22 +250,40 @@ class _Run:
             slowest=ranks.slowest,
             ranks=ranks.all,
             limit_gbps=self.config.storage_gbps,
+            exchange=self.exchange,
         )
 
 
 def _restore_step(run: _Run, assignment: Assignment, target: RestoreTarget) -> RestoreInfo:
     shards = run.shards(assignment)
-    match = run.plan(assignment, shards, target)
+    common = None if run.sharing is None else run.sharing()
+
+    def need(match: Match) -> None:
+        if common is not None:
+            common.need(shards.blocks(match))
+
+    match = run.plan(assignment, shards, target, need, common)
+    if common is not None:
+        with run.watch.measure("agree"):
+            common.resolve()
     stats, read_s = ReadStats(), 0.0
 
     def read() -> None:
         nonlocal stats, read_s
         begun = time.perf_counter()
         target.begin(match)
-        stats = shards.read(match, run.config.io_threads, run.options.verify)
+        together = None
+        if common is not None and common.has_cell:
+            together = read_together(
+                match, shards, run.config.io_threads, run.options.verify, common, run.watch
+            )
+        stats = together or shards.read(match, run.config.io_threads, run.options.verify)
         read_s = time.perf_counter() - begun
 
     run.read(read, assignment.step)
+    if common is not None:
+        common.forget()
+        run.exchange = common.info
     return run.finish(assignment, match, stats, read_s, match.apply)
 
 
@@ -339,6 +368,17 @@ def _tell(assignment: Assignment, match: Match, group: Group) -> None:
             )
 
 
+class Told(Protocol):
+    """What travels with the word that a rank has done its part: each rank's `own`, and to all what the
+    coordinator makes of them."""
+
+    def own(self) -> bytes: ...
+
+    def summary(self, values: list[bytes]) -> bytes: ...
+
+    def learn(self, answer: bytes) -> None: ...
+
+
 def _is_damage(error: CheckpointError) -> bool:
     return not (isinstance(error, StorageError) and error.is_local)
 
@@ -349,10 +389,10 @@ def _on_all_ranks(
     work: Callable[[], Any],
     what: str,
     timeout_s: float | None = None,
-    ranks: Ranks | None = None,
+    tell: Told | None = None,
 ) -> Any:
     """Do `work` on every rank; return its result only if it succeeded on all, else raise the failing rank's
-    error on all. ranks: to exchange with the others on the way."""
+    error on all. tell: to exchange with the others on the way."""
     result: Any = None
     failure: Failure | None = None
     own: Exception | None = None
@@ -362,15 +402,14 @@ def _on_all_ranks(
         failure, own = Failure.of(error, group.rank), error
     try:
         with watch.measure("agree"):
-            if ranks is None:
+            if tell is None:
                 group.agree(failure, what=what, timeout_s=timeout_s)
             else:
-                ranks.learn(
-                    group.summarise(ranks.own(), ranks.summary, failure, what=what, timeout_s=timeout_s)
-                )
+                tell.learn(group.summarise(tell.own(), tell.summary, failure, what=what, timeout_s=timeout_s))
     except CheckpointError as error:
         # The rank itself raises what it caught, with its traceback, unless another rank's failure came first.
-        if own is not None and error.rank == group.rank and not isinstance(own, DAMAGE):
+        told = (*DAMAGE, StoppedByPeerError)
+        if own is not None and error.rank == group.rank and not isinstance(own, told):
             raise own from None
         raise error from own
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -129,6 +129,18 @@ class StepShards:
         ranks = range(self._manifest.world_size)
         self.open_headers(ranks)
         return [self.header_of(rank) for rank in ranks]
+
+    @property
+    def own_rank(self) -> int:
+        """Whose shard the rank's own is."""
+        return self._ref.rank
+
+    def blocks(self, match: Match) -> Iterator[tuple[int, int, int]]:
+        """What a match reads, as ranges of blocks by the rank whose shard they are in."""
+        size = self._assignment.block_nbytes
+        for rank, start, stop in match.extents():
+            if start < stop:
+                yield self._ref.rank if rank is None else rank, start // size, (stop - 1) // size + 1
 
     def readers(self, match: Match, verify: bool, held: ExitStack) -> dict[int | None, ShardReader]:
         """The shards that a match needs, open until `held` is closed."""

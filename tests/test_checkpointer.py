@@ -139,7 +139,7 @@ def test_a_setting_of_another_type_is_refused_by_name(name: str) -> None:
         wrong.append(1.5)
     if default is not None:
         wrong.append(None)
-    fits = {"storage_gbps": 1.5, "trace": "no"}
+    fits = {"storage_gbps": 1.5, "fabric_gbps": 1.5, "trace": "no"}
     for value in wrong:
         if name in fits and value == fits[name]:
             continue

@@ -41,6 +41,8 @@ FLOORS = {
     "handle": 6,
     "monitor": 6,
     "restore_handle": 6,
+    "read_once": 6,
+    "read_together": 6,
     "restorer": 6,
     "step_shards": 6,
     "saver": 6,

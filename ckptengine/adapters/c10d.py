@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
+from ckptengine.adapters.gloo_channel import GlooNetwork
 from ckptengine.comm.transport import FileTransport, MemoryTransport, Transport, wait_for
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.write.messages import TransportSpec
@@ -74,6 +75,11 @@ class StoreTransport:
             self._store.delete_key(self._prefix + key)
         except (dist.DistError, RuntimeError) as error:
             raise _unreachable(error) from error
+
+    @property
+    def store(self) -> Any:
+        """The connection, for those to find each other who open more."""
+        return self._store
 
     def close(self) -> None:
         del self._store
@@ -193,6 +199,15 @@ def membership(process_group: ProcessGroup | None) -> Membership:
         return Membership(0, 1)
     store = dist.distributed_c10d._get_process_group_store(group)
     return Membership(rank, world_size, store)
+
+
+def network(member: Membership, transport: Transport, prefix: str, timeout_s: float) -> GlooNetwork | None:
+    """How ranks of several hosts exchange blocks; None for a single rank, or where torch has no gloo."""
+    if member.world_size == 1 or not dist.is_gloo_available():
+        return None
+    # A file's store has no connections, and so none of our own.
+    store = transport.store if isinstance(transport, StoreTransport) else member.hello
+    return GlooNetwork(store, transport, prefix, timeout_s)
 
 
 def connect(spec: TransportSpec) -> Transport:

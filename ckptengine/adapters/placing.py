@@ -19,7 +19,7 @@ import torch
 from ckptengine.adapters.aliases import overlapping
 from ckptengine.adapters.items import extent_nelem
 from ckptengine.adapters.leaves import Leaf, same_strides
-from ckptengine.adapters.rounds import Destinations, Piece, Round, Then, cut, rounds
+from ckptengine.adapters.rounds import Destinations, Piece, Round, Then, cut, fit_one_round, rounds
 from ckptengine.adapters.tensors import dtype_name, is_ordinary, plain
 from ckptengine.errors import StateMismatchError
 from ckptengine.read.plan import Destination
@@ -116,10 +116,23 @@ class Plan:
         """The ranks whose shards are read; None: the header's own."""
         return {*self._straight, *(piece.shard for piece in self._pieces)}
 
-    def rounds(self) -> Iterator[Round]:
-        """All that is to be read, bit by bit. Raises after the last round what `passes` does."""
+    def extents(self) -> Iterator[tuple[int | None, int, int]]:
+        """What all rounds read, without what is read once more to be checked: by shard (None: the header's
+        own), the first byte, and the one after the last."""
+        for shard, destinations in self._straight.items():
+            yield from ((shard, one.start, one.stop) for one in destinations)
+        yield from ((one.shard, one.start, one.start + one.nbytes) for one in self._pieces)
+
+    @property
+    def one_round(self) -> bool:
+        """Is all read at once, and nothing again?"""
+        return fit_one_round(self._pieces) and not self._checked
+
+    def rounds(self, own: int = -1) -> Iterator[Round]:
+        """All that is to be read, bit by bit. own: the rank whose shard the header's own is. Raises after the
+        last round what `passes` does."""
         for straight, pieces, then in self.passes():
-            yield from rounds(straight, pieces, then)
+            yield from rounds(straight, pieces, then, own)
 
     def passes(self) -> Iterator[tuple[Destinations, list[Piece], Then]]:
         """All that is to be read: straight, and in pieces with what is done with each.

@@ -56,12 +56,21 @@ class Match:
         """For a read that goes on while training begins, instead of `rounds` and `apply`."""
         return Delivery(self._plan, self._placements, self._large, self._actions, gates, priority)
 
-    def rounds(self) -> Iterator[Round]:
+    def rounds(self, own: int = -1) -> Iterator[Round]:
         """What is to be read, of this rank's own shard and of those in which others store replicas for it.
+        own: whose shard the rank's own is.
 
         May raise `StateMismatchError` after the last: see `Plan.rounds`.
         """
-        return self._plan.rounds()
+        return self._plan.rounds(own)
+
+    def extents(self) -> Iterator[tuple[int | None, int, int]]:
+        """The bytes that all rounds read; see `Plan.extents`."""
+        return self._plan.extents()
+
+    @property
+    def one_round(self) -> bool:
+        return self._plan.one_round
 
     @property
     def shards(self) -> set[int | None]:

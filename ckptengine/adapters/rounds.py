@@ -118,19 +118,26 @@ def _boxes(offsets: tuple[int, ...], shape: tuple[int, ...], stride: tuple[int, 
         yield from _boxes(_with(offsets, dim, offsets[dim] + at), part, stride, nelem)
 
 
-def rounds(direct: Destinations, pieces: Sequence[Piece], then: Then) -> Iterator[Round]:
+def fit_one_round(pieces: Sequence[Piece]) -> bool:
+    """Does the buffer have room for all pieces?"""
+    return sum(_room(piece) for piece in pieces) <= BUFFER_NBYTES
+
+
+def rounds(direct: Destinations, pieces: Sequence[Piece], then: Then, own: int = -1) -> Iterator[Round]:
     """All that is to be read: the destinations, and the pieces, with each of which `then` is called after its
-    round.
+    round. own: the rank whose shard this rank's own is.
 
     One round if the buffer has room for all pieces. Else each shard is read from its beginning to its end, so
-    that a block is read once unless it lies where two rounds meet.
+    that a block is read once unless it lies where two rounds meet; and the shards in the order of their
+    ranks, the same on all ranks, as those that exchange blocks must come to them in the same order.
     """
     total = sum(_room(piece) for piece in pieces)
     buffer = torch.from_numpy(np.empty(min(total, max([BUFFER_NBYTES, *map(_room, pieces)])), np.uint8))
     if total <= BUFFER_NBYTES:
         yield _round(direct, pieces, buffer, then)
         return
-    for shard in dict.fromkeys([*direct, *(piece.shard for piece in pieces)]):
+    shards = {*direct, *(piece.shard for piece in pieces)}
+    for shard in sorted(shards, key=lambda shard: own if shard is None else shard):
         mine = sorted((piece for piece in pieces if piece.shard == shard), key=lambda piece: piece.start)
         straight = sorted(direct.get(shard, ()), key=lambda one: one.start)
         at = 0

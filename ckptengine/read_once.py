@@ -1,0 +1,337 @@
+"""Do the ranks of a restore need the same bytes, and do they read them once, or each for itself?
+
+`Sharing` goes through one step's restore: what each rank needs travels with the word that its plan is made;
+where nobody shares, that is all. Else each rank is told its cell, and in that they decide, each from the same
+figures: what the page cache has is read by all, as that costs less than to pass it on; through shared memory
+blocks go round, as that costs next to nothing; over the network where the rates say that it is faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import msgspec
+
+from ckptengine.comm.group import Group, StoppedByPeerError
+from ckptengine.config import Config
+from ckptengine.errors import CheckpointError
+from ckptengine.info import ExchangeInfo
+from ckptengine.phases import GB
+from ckptengine.read.channel import Channel
+from ckptengine.read.exchange import Exchange
+from ckptengine.read.local_channel import LocalChannel, slots_for
+from ckptengine.read.local_channel import Offer as RingOffer
+from ckptengine.read.reader import ShardReader
+from ckptengine.read.sharing import Cell, Range, Schedule, Turn, cells_of, joined, schedule
+
+logger = logging.getLogger(__name__)
+
+WORTH_IT = 0.05
+"""Of what a cell's ranks need, so much must be spared for `"auto"` to exchange anything."""
+
+MEASURE_NBYTES = 512 << 20
+"""Of a rank's need. With less, measuring would cost more than it could win: blocks are exchanged."""
+
+_WHAT = "preparing to exchange blocks"
+
+
+class NetworkChannel(Channel, Protocol):
+    """Also measures how fast it is."""
+
+    def rate_gbps(self) -> float:
+        """GB a second that this rank receives while all do. Every member calls it."""
+        ...
+
+
+class Network(Protocol):
+    """Makes channels between hosts."""
+
+    def open(
+        self, members: tuple[int, ...], me: int, turns: list[Turn], nbytes: int, name: str
+    ) -> NetworkChannel:
+        """members: ranks, in order. me: this one's position. turns: its own and others'. nbytes: of the
+        largest block. name: which no other channel has. Every member calls it."""
+        ...
+
+
+class _Needs(msgspec.Struct, frozen=True, array_like=True):
+    host: bytes
+    ranges: tuple[Range, ...]
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """What a member tells the others. cached: the page cache has its blocks. nbytes: of the largest. problem:
+    why it cannot take part. gone: and that it has failed, and stops."""
+
+    cached: bool = False
+    nbytes: int = 0
+    problem: str = ""
+    gone: bool = False
+    ring: RingOffer | None = None
+    storage_gbps: float | None = None
+    fabric_gbps: float | None = None
+
+
+@dataclass(slots=True)
+class Rates:
+    """What a Checkpointer has learned, in GB a second. storage: of one rank while all read."""
+
+    storage_gbps: float | None = None
+    fabric_gbps: float | None = None
+
+
+def host_id() -> bytes:
+    """The same for processes that can share memory: of one boot of one machine, in one PID namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot = file.read()
+        return hashlib.blake2b(boot + os.readlink("/proc/self/ns/pid").encode(), digest_size=8).digest()
+    except OSError:
+        return os.urandom(8)
+
+
+@dataclass(slots=True)
+class Sharing:
+    """One step's restore. All ranks call `own` (which travels, as `summary` and `learn`) and then `resolve`;
+    after that, in its own time, `open`.
+    """
+
+    group: Group
+    config: Config
+    rates: Rates
+    network: Network | None
+    info: ExchangeInfo = field(default_factory=ExchangeInfo)
+    _ranges: tuple[Range, ...] = ()
+    _cells: list[Cell] = field(default_factory=list)
+    _any: bool = False
+    _cell: Cell | None = None
+    _told: list[tuple[str, int]] = field(default_factory=list)
+
+    def need(self, blocks: Iterable[Range]) -> None:
+        """What this rank's plan reads."""
+        if self.config.exchange != "off":
+            self._ranges = joined(blocks)
+
+    # --- travels with the agreement on the plan ---------------------------------------------------
+
+    def own(self) -> bytes:
+        return msgspec.msgpack.encode(_Needs(host_id(), self._ranges)) if self._ranges else b""
+
+    def summary(self, values: list[bytes]) -> bytes:
+        """The coordinator's: whether anybody shares anything."""
+        needs = [msgspec.msgpack.decode(value, type=_Needs) if value else _Needs(b"", ()) for value in values]
+        self._cells = cells_of([one.ranges for one in needs], [one.host for one in needs])
+        return b"1" if self._cells else b""
+
+    def learn(self, answer: bytes) -> None:
+        self._any = bool(answer)
+
+    def resolve(self) -> None:
+        """Each rank hears of its cell, if there are any; every rank calls it."""
+        if self.config.exchange == "off":
+            self.info = ExchangeInfo(why='Config(exchange="off")')
+        if not self._any:
+            return
+        values = None
+        if self.group.is_coordinator:
+            values = [b""] * self.group.world_size
+            for cell in self._cells:
+                for rank in cell.members:
+                    values[rank] = msgspec.msgpack.encode(cell)
+        value = self.group.scatter(values, what="learning who needs the same blocks")
+        self._cell = msgspec.msgpack.decode(value, type=Cell) if value else None
+
+    # --- in the cell ------------------------------------------------------------------------------
+
+    @property
+    def has_cell(self) -> bool:
+        return self._cell is not None
+
+    def open(self, readers: Callable[[], Mapping[int, ShardReader]], *, retain: bool) -> Exchange | None:
+        """This rank's part in the exchange, None if each reads for itself; `info` says why.
+
+        readers: opens the shards that the rank reads. retain: see `Exchange`. Raises what `readers` raises,
+        and `StoppedByPeerError` where it did so on another member.
+        """
+        cell = self._cell
+        assert cell is not None
+        try:
+            shards = readers()
+        except Exception as error:
+            self._tell(cell, "cached", _Offer(problem=str(error), gone=True))
+            raise
+        turns = schedule(cell)
+        me = cell.members.index(self.group.rank)
+        mine = turns.of(me)
+        nbytes = max((shards[turn.block[0]].block_nbytes(turn.block[1]) for turn in mine), default=0)
+        offers = self._tell(cell, "cached", self._first_offer(cell, shards, turns, mine, nbytes))
+        against, why = self._against(cell, turns, offers)
+        if against:
+            self.info = ExchangeInfo(why=why, ranks=len(cell.members))
+            return None
+        channel, why = self._connect(cell, me, mine, nbytes, why, offers)
+        if channel is None:
+            self.info = ExchangeInfo(why=why, ranks=len(cell.members))
+            logger.warning("blocks are not exchanged: %s", why)
+            return None
+        self.info = ExchangeInfo(used=True, why=why, channel=channel.name, ranks=len(cell.members))
+        return Exchange(turns, me, channel, retain=retain)
+
+    def done(self, exchange: Exchange) -> None:
+        """After the last round, and before `close`."""
+        self.info = replace(
+            self.info, received_nbytes=exchange.nbytes_received, sent_nbytes=exchange.nbytes_sent
+        )
+
+    def forget(self) -> None:
+        """After the next call of all ranks: nobody asks any more for what this one told."""
+        for name, call in self._told:
+            self.group.forget_among(name, call)
+        self._told.clear()
+
+    def _tell(self, cell: Cell, name: str, offer: _Offer) -> list[_Offer]:
+        self._told.append((name, self.group.calls))
+        # Who has failed need not hear of the others.
+        told = self.group.among(
+            () if offer.gone else cell.members, msgspec.msgpack.encode(offer), name, what=_WHAT
+        )
+        offers = [msgspec.msgpack.decode(one, type=_Offer) for one in told]
+        for rank, other in zip(cell.members, offers, strict=False):
+            if other.gone:
+                raise StoppedByPeerError(f"rank {rank} has failed: {other.problem}", rank=rank)
+        return offers
+
+    def _first_offer(
+        self,
+        cell: Cell,
+        shards: Mapping[int, ShardReader],
+        turns: Schedule,
+        mine: list[Turn],
+        nbytes: int,
+    ) -> _Offer:
+        if mine and not slots_for(nbytes, len(mine)):
+            return _Offer(problem=f"blocks of {nbytes} bytes are too large to hold several in memory")
+        if not cell.local and self.network is None:
+            return _Offer(problem="there is no process group")
+        by_shard: dict[int, list[int]] = {}
+        for shard, block in (turn.block for turn in mine):
+            by_shard.setdefault(shard, []).append(block)
+        cached = all(shards[shard].are_cached(blocks) for shard, blocks in by_shard.items())
+        storage = self.config.storage_gbps or self.rates.storage_gbps
+        large = len(mine) * nbytes > MEASURE_NBYTES
+        if not cell.local and not cached and storage is None and large and self.config.exchange == "auto":
+            first = next((turn.block for turn in mine if cell.members[turn.reader] == self.group.rank), None)
+            if first is not None:
+                began = time.perf_counter()
+                shards[first[0]].load_alone(first[1])
+                # One block at a time is slower than several: a lower bound, which speaks for the exchange.
+                storage = nbytes / GB / max(time.perf_counter() - began, 1e-9)
+        fabric = self.config.fabric_gbps or self.rates.fabric_gbps
+        return _Offer(cached=cached, nbytes=nbytes, storage_gbps=storage, fabric_gbps=fabric)
+
+    def _against(self, cell: Cell, turns: Schedule, offers: list[_Offer]) -> tuple[bool, str]:
+        """Whether each member reads for itself, and why, or why not. The same on all members."""
+        for rank, offer in zip(cell.members, offers, strict=True):
+            if offer.problem:
+                return True, f"rank {rank} cannot: {offer.problem}"
+        if self.config.exchange == "on":
+            return False, 'Config(exchange="on")'
+        needed = sum(stop - first for mine in cell.ranges for _, first, stop in mine)
+        if turns.spared < WORTH_IT * needed:
+            return True, f"only {turns.spared} of {needed} blocks need not be read"
+        if all(offer.cached for offer in offers):
+            return True, "the page cache has the blocks"
+        return False, f"{len(cell.members)} ranks need the same blocks; {turns.spared} of {needed} are spared"
+
+    def _connect(
+        self, cell: Cell, me: int, mine: list[Turn], nbytes: int, why: str, offers: list[_Offer]
+    ) -> tuple[Channel | None, str]:
+        channel, why_not = (self._local if cell.local else self._over_network)(cell, me, mine, nbytes)
+        if channel is None or isinstance(channel, LocalChannel):
+            return channel, why_not or why
+        storage = [offer.storage_gbps for offer in offers if offer.storage_gbps is not None]
+        if self.config.exchange == "on" or not storage:
+            return channel, why
+        try:
+            fabric = min((one.fabric_gbps for one in offers if one.fabric_gbps is not None), default=None)
+            if fabric is None:
+                self.rates.fabric_gbps = channel.rate_gbps()
+                told = self._tell(cell, "rate", _Offer(fabric_gbps=self.rates.fabric_gbps))
+                fabric = min(offer.fabric_gbps or 0.0 for offer in told)
+        except BaseException:
+            channel.close()
+            raise
+        largest = max(offer.nbytes for offer in offers)
+        direct_s, exchange_s = _seconds(cell, largest, min(storage), fabric)
+        told_by = f"{min(storage):.2f} GB/s of storage, {fabric:.2f} of fabric"
+        if exchange_s < direct_s:
+            return channel, f"{why}: {exchange_s:.2g} s instead of {direct_s:.2g}, at {told_by}"
+        channel.close()
+        return None, f"reading takes {direct_s:.2g} s, exchanging {exchange_s:.2g}, at {told_by}"
+
+    def _local(self, cell: Cell, me: int, mine: list[Turn], nbytes: int) -> tuple[LocalChannel | None, str]:
+        """A channel, or why there is none on some member, and so on none."""
+        with ExitStack() as held:
+            channel = None
+            try:
+                channel = LocalChannel(cell.members, me, mine, nbytes, self.config.restore_timeout_s)
+                held.callback(channel.close)
+                offer = _Offer(ring=channel.offer())
+            except CheckpointError as error:
+                offer = _Offer(problem=error.message)
+            rings = self._tell(cell, "ring", offer)
+            problem = next((one.problem for one in rings if one.problem), "")
+            if channel is not None and not problem:
+                try:
+                    channel.connect([one.ring for one in rings if one.ring is not None])
+                except CheckpointError as error:
+                    problem = str(error)
+            problem = self._problem_of_any(cell, problem)
+            if not problem:
+                held.pop_all()
+            return (None if problem else channel), problem
+
+    def _over_network(
+        self, cell: Cell, me: int, mine: list[Turn], nbytes: int
+    ) -> tuple[NetworkChannel | None, str]:
+        assert self.network is not None
+        with ExitStack() as held:
+            channel, problem = None, ""
+            try:
+                name = f"{self.group.calls}-{cell.members[0]}"
+                channel = self.network.open(cell.members, me, mine, nbytes, name)
+                held.callback(channel.close)
+            except Exception as error:  # whatever torch raises
+                problem = f"no process group for the exchange: {error}"
+            problem = self._problem_of_any(cell, problem)
+            if not problem:
+                held.pop_all()
+            return (None if problem else channel), problem
+
+    def _problem_of_any(self, cell: Cell, problem: str) -> str:
+        told = self._tell(cell, "joined", _Offer(problem=problem))
+        return next((one.problem for one in told if one.problem), "")
+
+
+def _seconds(cell: Cell, nbytes: int, storage_gbps: float, fabric_gbps: float) -> tuple[float, float]:
+    """How long the cell takes if each member reads all it needs, and if they exchange.
+
+    storage_gbps is one rank's part of what the storage gives to all; whoever reads less leaves it to others.
+    """
+    need = max(sum(stop - first for _, first, stop in mine) for mine in cell.ranges) * nbytes / GB
+    turns = schedule(cell)
+    read = max(
+        sum(turn.reader == member for turn in turns.turns.values()) for member in range(len(cell.members))
+    )
+    received = max(
+        sum(member in turn.members and turn.reader != member for turn in turns.turns.values())
+        for member in range(len(cell.members))
+    )
+    return need / storage_gbps, max(read * nbytes / GB / storage_gbps, received * nbytes / GB / fabric_gbps)
