@@ -60,7 +60,8 @@ int main(int argc, char** argv) {
     for (std::uint64_t round = 0; round < repeat; ++round) {
       std::uint64_t cached = 0;
       for (const File& file : files) cached += cached_bytes(file);
-      if (cached < plan.nbytes)
+      // A kernel that reclaims memory ahead of need takes a page here and there, which shows in no figure.
+      if (cached < plan.nbytes - plan.nbytes / 100)
         throw Failure("only " + std::to_string(cached) + " of " + std::to_string(plan.nbytes) +
                       " bytes stayed in the page cache after they were read: too little memory");
       samples.poison(target.data());
