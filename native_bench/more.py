@@ -49,6 +49,7 @@ PARTS = {
     "codecs": Part("Compression", "codecs", 57, 300),
     "slow-device": Part("Compression on slow devices", "slow_device", 50, 300),
     "reshard": Part("Restores into another layout", "reshard", 90, 600),
+    "exchange": Part("Restores that read once what several ranks need", "exchange", 45, 420),
     "growth": Part("What grows with the number of ranks", "growth", 15, 300),
 }
 

@@ -18,7 +18,10 @@ IN_A_SAMPLE = (pytest.mark.slow, pytest.mark.sample)
     "name",
     [
         "slow-device",
-        *(pytest.param(name, marks=IN_A_SAMPLE) for name in ("step-time", "codecs", "growth", "reshard")),
+        *(
+            pytest.param(name, marks=IN_A_SAMPLE)
+            for name in ("step-time", "codecs", "growth", "reshard", "exchange")
+        ),
     ],
 )
 def test_every_part_comes_to_tables_and_targets(tmp_path: Path, name: str) -> None:
