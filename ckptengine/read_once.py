@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 WORTH_IT = 0.05
 """Of what a cell's ranks need, so much must be spared for `"auto"` to exchange anything."""
 
+WORTH_NBYTES = 64 << 20
+"""To be spared, too, where no rate is known: rings and groups take tens of milliseconds to make."""
+
 MEASURE_NBYTES = 512 << 20
 """Of a rank's need. With less, measuring would cost more than it could win: blocks are exchanged."""
 
@@ -190,6 +193,12 @@ class Sharing:
             self.info, received_nbytes=exchange.nbytes_received, sent_nbytes=exchange.nbytes_sent
         )
 
+    def learned(self, read_nbytes: int, seconds: float) -> None:
+        """So much has come from the storage, and not from the page cache: at least what it gives."""
+        if read_nbytes >= WORTH_NBYTES and seconds > 0:
+            seen = read_nbytes / seconds / GB
+            self.rates.storage_gbps = max(seen, self.rates.storage_gbps or 0.0)
+
     def forget(self) -> None:
         """After the next call of all ranks: nobody asks any more for what this one told."""
         for name, call in self._told:
@@ -248,6 +257,9 @@ class Sharing:
             return True, f"only {turns.spared} of {needed} blocks need not be read"
         if all(offer.cached for offer in offers):
             return True, "the page cache has the blocks"
+        spared = turns.spared * max(offer.nbytes for offer in offers)
+        if spared < WORTH_NBYTES and (cell.local or not any(offer.storage_gbps for offer in offers)):
+            return True, f"only {spared} bytes need not be read"
         return False, f"{len(cell.members)} ranks need the same blocks; {turns.spared} of {needed} are spared"
 
     def _connect(

@@ -283,6 +283,7 @@ def _restore_step(run: _Run, assignment: Assignment, target: RestoreTarget) -> R
     run.read(read, assignment.step)
     if common is not None:
         common.forget()
+        common.learned(stats.nbytes_read - stats.from_cache, read_s)
         run.exchange = common.info
     return run.finish(assignment, match, stats, read_s, match.apply)
 

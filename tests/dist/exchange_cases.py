@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptengine as ck
 from ckptengine import read_once
 from ckptengine.read import reader
+from native_bench import page_cache
 from tests.adapters.fake import same
 from tests.dist.cases import checkpointer, rank
 from tests.helpers.ranks import kept
@@ -150,6 +151,37 @@ def restore_held(root: str, ready: str, victim: int, options: dict[str, Any]) ->
         if rank() == victim:
             patch.setattr(reader.ShardReader, "read", holding)
         ckpt.restore(ddp(999))
+
+
+def read_from_the_device(root: str, options: dict[str, Any]) -> int:
+    """How many bytes the kernel says that a restore of 64 MiB has read for this rank."""
+    def state(value: float) -> dict[str, Any]:
+        model = nn.ParameterList([nn.Parameter(torch.full((4 << 20,), value + i)) for i in range(4)])
+        return {"model": DistributedDataParallel(Holding(model))}
+
+    with checkpointer(root, block_nbytes=1 << 18) as ckpt:
+        ckpt.save(1, state(1.0))
+    target = state(0.0)
+    with checkpointer(root, block_nbytes=1 << 18, **options) as ckpt:
+        if rank() == 0:
+            page_cache.evict([root])
+        dist.barrier()
+        before = counted()
+        ckpt.restore(target)
+        after = counted()
+    assert same(plain(target), plain(state(1.0)))
+    return after - before
+
+
+class Holding(nn.Module):
+    def __init__(self, parts: nn.ParameterList) -> None:
+        super().__init__()
+        self.parts = parts
+
+
+def counted() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def left_behind() -> tuple[list[str], int]:

@@ -71,6 +71,15 @@ def test_each_block_is_read_once(four: Ranks, root: str, kind: str, channel: str
     assert four.call(exchange_cases.left_behind) == [([], 0)] * 4
 
 
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_the_device_is_asked_for_each_byte_once(pair: Ranks, root: str, channel: str) -> None:
+    with through(pair, channel):
+        read = sum(pair.call(exchange_cases.read_from_the_device, root, ON))
+    if not read:
+        pytest.skip("the files are in memory: the kernel counts nothing")
+    assert 64 << 20 <= read <= 1.05 * (64 << 20)
+
+
 def test_without_it_each_rank_reads_all_it_needs(four: Ranks, root: str) -> None:
     four.call(exchange_cases.save, root, "ddp")
     results = four.call(exchange_cases.restore, root, "ddp", {"exchange": "off"})
@@ -102,6 +111,12 @@ def test_auto_lets_all_read_what_the_page_cache_has(pair: Ranks, root: str) -> N
         path.read_bytes()
     results = pair.call(exchange_cases.restore, root, "ddp", {"exchange": "auto"})
     assert [info.exchange.why for info, _ in results] == ["the page cache has the blocks"] * 2
+
+
+def test_auto_lets_all_read_what_is_not_worth_a_ring(pair: Ranks, root: str) -> None:
+    pair.call(exchange_cases.save, root, "ddp")
+    for info, _ in pair.call(exchange_cases.restore, root, "ddp", {"exchange": "auto"}):
+        assert info.exchange.why.startswith("only ") and not info.exchange.used
 
 
 def test_the_group_is_made_once(pair: Ranks, root: str) -> None:
