@@ -65,8 +65,10 @@ class Network(Protocol):
 
 
 class _Needs(msgspec.Struct, frozen=True, array_like=True):
-    host: bytes
-    ranges: tuple[Range, ...]
+    """ranges: encoded, as many ranks may need the same, and it is decoded once."""
+
+    host: bytes = b""
+    ranges: bytes = b""
 
 
 class _Offer(msgspec.Struct, frozen=True):
@@ -125,12 +127,18 @@ class Sharing:
     # --- travels with the agreement on the plan ---------------------------------------------------
 
     def own(self) -> bytes:
-        return msgspec.msgpack.encode(_Needs(host_id(), self._ranges)) if self._ranges else b""
+        if not self._ranges:
+            return b""
+        return msgspec.msgpack.encode(_Needs(host_id(), msgspec.msgpack.encode(self._ranges)))
 
     def summary(self, values: list[bytes]) -> bytes:
         """The coordinator's: whether anybody shares anything."""
-        needs = [msgspec.msgpack.decode(value, type=_Needs) if value else _Needs(b"", ()) for value in values]
-        self._cells = cells_of([one.ranges for one in needs], [one.host for one in needs])
+        needs = [msgspec.msgpack.decode(value, type=_Needs) if value else _Needs() for value in values]
+        ranges: dict[bytes, tuple[Range, ...]] = {b"": ()}
+        for one in needs:
+            if one.ranges not in ranges:
+                ranges[one.ranges] = msgspec.msgpack.decode(one.ranges, type=tuple[Range, ...])
+        self._cells = cells_of([ranges[one.ranges] for one in needs], [one.host for one in needs])
         return b"1" if self._cells else b""
 
     def learn(self, answer: bytes) -> None:

@@ -16,10 +16,10 @@ from typing import TypeAlias
 
 import msgspec
 
-Range: TypeAlias = "tuple[int, int, int]"
+Range: TypeAlias = tuple[int, int, int]
 """A shard's rank, the first block, and the one after the last."""
 
-Block: TypeAlias = "tuple[int, int]"
+Block: TypeAlias = tuple[int, int]
 """A shard's rank and a block's number."""
 
 MAX_RANGES = 1024
@@ -30,12 +30,18 @@ MAX_MEMBERS = 32
 
 
 class Cell(msgspec.Struct, frozen=True, array_like=True):
-    """Ranks that exchange blocks. ranges: what each member needs, in the order of the members. local: all
-    are processes of one host."""
+    """Ranks that exchange blocks. needs: all that any of them needs, each once, as it often is the same for
+    all; kinds: which of these each member does. local: all are processes of one host."""
 
     members: tuple[int, ...]
-    ranges: tuple[tuple[Range, ...], ...]
+    needs: tuple[tuple[Range, ...], ...]
+    kinds: tuple[int, ...]
     local: bool
+
+    @property
+    def ranges(self) -> tuple[tuple[Range, ...], ...]:
+        """What each member needs, in the order of the members."""
+        return tuple(self.needs[kind] for kind in self.kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,8 @@ def joined(blocks: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def cells_of(ranges: Sequence[Sequence[Range]], hosts: Sequence[bytes]) -> list[Cell]:
-    """The cells, given what each rank needs and on which host it is. None if nobody shares anything.
+    """The cells, given what each rank needs and on which host it is. None if nobody shares anything. Ranks
+    with the same needs are the quicker to tell if they have the same object for them.
 
     Ranks of one host exchange through its memory, which costs next to nothing; so where a host has several
     that share, these form a cell, and other hosts' ranks read the same once more. Only ranks that share with
@@ -99,8 +106,16 @@ def cells_of(ranges: Sequence[Sequence[Range]], hosts: Sequence[bytes]) -> list[
             for start in range(0, len(group), MAX_MEMBERS):
                 members = tuple(group[start : start + MAX_MEMBERS])
                 if len(members) > 1:
-                    cells.append(Cell(members, tuple(tuple(ranges[rank]) for rank in members), local))
+                    cells.append(_cell(members, [ranges[rank] for rank in members], local))
     return cells
+
+
+def _cell(members: tuple[int, ...], ranges: Sequence[Sequence[Range]], local: bool) -> Cell:
+    kinds: dict[int, int] = {}
+    for mine in ranges:
+        kinds.setdefault(id(mine), len(kinds))
+    needs = {id(mine): tuple(mine) for mine in ranges}
+    return Cell(members, tuple(needs[one] for one in kinds), tuple(kinds[id(mine)] for mine in ranges), local)
 
 
 def _sharing(ranges: Sequence[Sequence[Range]]) -> list[list[int]]:
@@ -114,7 +129,11 @@ def _sharing(ranges: Sequence[Sequence[Range]]) -> list[list[int]]:
         return rank
 
     shard, stop, holder = -1, 0, 0  # of the range that reaches farthest so far
-    ordered = sorted((one[0], one[1], one[2], rank) for rank, mine in enumerate(ranges) for one in mine)
+    first_with: dict[int, int] = {}
+    for rank, mine in enumerate(ranges):
+        if mine:
+            root[rank] = first_with.setdefault(id(mine), rank)
+    ordered = sorted((*one, rank) for rank in first_with.values() for one in ranges[rank])
     for where, first, end, rank in ordered:
         if where == shard and first < stop:
             root[find(rank)] = find(holder)

@@ -95,4 +95,4 @@ def test_thousands_of_ranks_find_their_cells() -> None:
 
 
 def test_a_schedule_of_none() -> None:
-    assert schedule(Cell((0, 1), ((), ()), True)).turns == {}
+    assert schedule(Cell((0, 1), ((),), (0, 0), True)).turns == {}
