@@ -99,7 +99,13 @@ class TrainConfig:
     dropout: float = _option(0.0, "dropout after attention and feed-forward", "model", "P")
     tied_head: bool = _option(False, "use the embedding's weight for the output layer", "model")
 
-    batch_size: int = _option(2, "sequences per rank and step", "training", "N")
+    batch_size: int = _option(
+        4,
+        "sequences per step, of all ranks together: it must split evenly over them, and stays what it is on "
+        "another number of ranks",
+        "training",
+        "N",
+    )
     lr: float = _option(1e-3, "peak learning rate of AdamW", "training", "X")
     warmup_steps: int = _option(
         10, "steps of linear warm-up, before a cosine decay to a tenth", "training", "N"
@@ -125,6 +131,12 @@ class TrainConfig:
     snapshot: Literal["copy", "overlap"] = _option(
         "copy",
         "copy the state before training goes on, or meanwhile, while optimizer steps wait for it",
+        "checkpoints",
+    )
+    resize_rng: Literal["reseed", "rank0"] = _option(
+        "reseed",
+        "what another number of ranks does that cannot go on with the random generators of those that saved: "
+        "seed them anew, from seed, rank and step, or take rank 0's on all",
         "checkpoints",
     )
     commit_timeout_s: float = _option(

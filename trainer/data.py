@@ -47,12 +47,13 @@ class DataChangedError(ValueError):
 
 
 class Loader:
-    """Batches for one rank, in an order that only the seed and the position decide.
+    """One rank's share of each batch, in an order that only the seed and the position decide.
 
     The corpus is cut into windows of `seq_len` bytes and the byte that follows; each epoch visits them all in
-    its own shuffled order. Ranks take turns: the batch of a step is `batch_size * world_size` consecutive
-    windows of that order, and each rank takes its slice. Only the position is saved, so a restored loader
-    continues exactly.
+    its own shuffled order. The batch of a step is the next `batch_size` windows of that order, whatever the
+    number of ranks, and each rank takes its slice. Only the position is saved: how many windows all ranks
+    together have read. So a restored loader continues exactly, and so do the loaders of another number of
+    ranks together: no window is left out, and none is read twice.
 
     `noise` is the share of input bytes replaced at random; it draws from the global generators of numpy and
     random, as augmentations do, so that a resume which forgets those is found out.
@@ -77,6 +78,8 @@ class Loader:
         self.seed = seed
         self.noise = noise
         self.n_windows = (len(corpus) - 1) // seq_len
+        if batch_size % world_size:
+            raise ValueError(f"{batch_size} sequences do not split evenly over {world_size} ranks")
         if self.n_windows < 1:
             raise ValueError(f"a corpus of {len(corpus)} bytes has no window of {seq_len} bytes and the next")
         self.corpus_digest = hashlib.sha256(corpus.tobytes()).hexdigest()[:32]
@@ -91,17 +94,18 @@ class Loader:
         return int(self._order[1][place])
 
     def windows(self, step: int, rank: int) -> list[int]:
-        """The windows that `rank` reads at `step`, counted from 0 on a run that never changed its size."""
-        return self._windows(step * self.batch_size * self.world_size, rank)
+        """The windows that `rank` reads at `step`, counted from 0."""
+        return self._windows(step * self.batch_size, rank)
 
     def _windows(self, position: int, rank: int) -> list[int]:
-        first = position + rank * self.batch_size
-        return [self._window(sample) for sample in range(first, first + self.batch_size)]
+        share = self.batch_size // self.world_size
+        first = position + rank * share
+        return [self._window(sample) for sample in range(first, first + share)]
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (batch_size, seq_len) of int64; moves the position on."""
+        """Inputs and targets, each (batch_size / world_size, seq_len) of int64; moves the position on."""
         starts = np.array(self._windows(self.position, self.rank)) * self.seq_len
-        self.position += self.batch_size * self.world_size
+        self.position += self.batch_size
         rows = self.corpus[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
         inputs = rows[:, :-1].copy()
         if self.noise:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,10 +21,12 @@ from trainer.events import EventLog
 from trainer.faults import KillPlan, current_life
 from trainer.model import ByteLlama
 from trainer.parallel import World, clip_gradients, distribute, join, leave, mean_over_ranks
-from trainer.rng import RngState, seed_everything
+from trainer.rng import RngState, rank_seed, seed_everything
 from trainer.saves import Saves
 
 logger = logging.getLogger("trainer")
+
+RNG_POLICY: dict[str, Literal["drop", "rank0"]] = {"reseed": "drop", "rank0": "rank0"}
 
 
 def learning_rate_factor(step: int, *, warmup_steps: int, steps: int) -> float:
@@ -46,7 +48,7 @@ class Run:
         model = ByteLlama(config.model_config())
         self.n_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.model: nn.Module = distribute(model, config.fsdp, world)
-        seed_everything((config.seed * 100_003 + world.rank + 1) % 2**32)
+        seed_everything(rank_seed(config.seed, world.rank))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
@@ -54,10 +56,15 @@ class Run:
             self.optimizer,
             lambda step: learning_rate_factor(step, warmup_steps=config.warmup_steps, steps=config.steps),
         )
+        batch_size = config.batch_size
+        if batch_size % world.size:
+            raise SystemExit(
+                f"trainer: error: --batch-size {batch_size} does not split evenly over {world.size} ranks"
+            )
         self.loader = Loader(
             read_corpus(config.corpus_mib << 20),
             seq_len=config.seq_len,
-            batch_size=config.batch_size,
+            batch_size=batch_size,
             rank=world.rank,
             world_size=world.size,
             seed=config.seed,
@@ -98,7 +105,7 @@ def resume(run: Run, checkpointer: ck.Checkpointer, events: EventLog) -> None:
     Every other error ends the run: to start over because a checkpoint could not be read would hide it.
     """
     try:
-        info = checkpointer.restore(run.state)
+        info = checkpointer.restore(run.state, per_rank={"rng": RNG_POLICY[run.config.resize_rng]})
     except ck.CheckpointNotFoundError:
         logger.info("no checkpoint under %s: starting from scratch", run.config.root)
         events.write("scratch")
@@ -108,6 +115,8 @@ def resume(run: Run, checkpointer: ck.Checkpointer, events: EventLog) -> None:
     logger.info(
         "resumed from step %d: %.1f MiB for this rank in %.3f s", info.step, info.nbytes / 2**20, info.seconds
     )
+    if info.world_size != run.world.size:
+        _resized(run, info)
     events.write(
         "resume",
         step=info.step,
@@ -116,7 +125,18 @@ def resume(run: Run, checkpointer: ck.Checkpointer, events: EventLog) -> None:
         read_seconds=info.read_seconds,
         from_cache_nbytes=info.from_cache_nbytes,
         fell_back_from=[damaged.step for damaged in info.fell_back_from],
+        saved_by=info.world_size,
     )
+
+
+def _resized(run: Run, info: ck.RestoreInfo) -> None:
+    """Say that another number of ranks has saved this, and what becomes of their random generators."""
+    config, world = run.config, run.world
+    logger.info("step %d was saved by %d ranks, now there are %d", info.step, info.world_size, world.size)
+    if config.resize_rng == "reseed":
+        seed_everything(rank_seed(config.seed, world.rank, info.step))
+    what = {"reseed": "seeded anew on each rank", "rank0": "rank 0's on all ranks"}[config.resize_rng]
+    logger.info("the random generators are %s (--resize-rng %s)", what, config.resize_rng)
 
 
 def train(config: TrainConfig) -> None:
@@ -165,7 +185,7 @@ def _steps(run: Run, saves: Saves, events: EventLog, life: int) -> None:
     while run.step < config.steps:
         loss = run.train_step()
         step = run.step
-        tokens += config.batch_size * config.seq_len * world.size
+        tokens += config.batch_size * config.seq_len
         events.write("step", step=step, loss=loss)
         if step == config.steps or (config.save_every and step % config.save_every == 0):
             saves.start(step, run.state, {"fsdp": config.fsdp, "seed": config.seed})

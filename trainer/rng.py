@@ -16,6 +16,11 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
+def rank_seed(seed: int, rank: int, step: int = 0) -> int:
+    """A seed of each rank's own, another one for each step that a run of other ranks begins at."""
+    return int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
+
+
 class RngState:
     """The global generators of torch, numpy and random, as an object that a checkpoint can hold."""
 

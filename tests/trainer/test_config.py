@@ -53,6 +53,7 @@ def test_flags_reach_their_fields_with_their_types() -> None:
         (["--root", "r", "--lr", "nan"], "--lr must be positive, not nan"),
         (["--root", "r", "--grad-clip", "0"], "--grad-clip must be positive"),
         (["--root", "r", "--keep-last", "0"], "--keep-last must be at least 1"),
+        (["--root", "r", "--resize-rng", "keep"], "argument --resize-rng: invalid choice: 'keep'"),
         (["--root", "r", "--ste", "5"], "unrecognized arguments: --ste 5"),
     ],
 )

@@ -37,7 +37,7 @@ def test_an_epoch_visits_every_window_once_and_the_next_in_another_order() -> No
 
 
 def test_ranks_share_a_step_without_overlap() -> None:
-    both = [loader(rank=rank, world_size=2) for rank in range(2)]
+    both = [loader(batch_size=4, rank=rank, world_size=2) for rank in range(2)]
     alone = loader(batch_size=4)
     for step in range(60):  # past the end of the epoch
         assert both[0].windows(step, 0) + both[0].windows(step, 1) == alone.windows(step, 0)
@@ -47,14 +47,37 @@ def test_ranks_share_a_step_without_overlap() -> None:
 
 @given(before=st.integers(0, 120), after=st.integers(1, 60), rank=st.integers(0, 2))
 def test_a_restored_loader_continues_exactly(before: int, after: int, rank: int) -> None:
-    whole = loader(rank=rank, world_size=3)
+    whole = loader(batch_size=6, rank=rank, world_size=3)
     for _ in range(before):
         whole.next_batch()
-    resumed = loader(rank=rank, world_size=3)
+    resumed = loader(batch_size=6, rank=rank, world_size=3)
     resumed.load_state_dict(whole.state_dict())
     for _ in range(after):
         for mine, theirs in zip(whole.next_batch(), resumed.next_batch(), strict=True):
             assert torch.equal(mine, theirs)
+
+
+@given(sizes=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 9)), max_size=6))
+def test_loaders_of_other_numbers_of_ranks_continue_the_same_order(sizes: list[tuple[int, int]]) -> None:
+    """As if one rank had read all: no window is left out, and none is read twice."""
+    alone = loader(batch_size=12)
+    state = alone.state_dict()
+    for world_size, steps in sizes:
+        ranks = [loader(batch_size=12, rank=rank, world_size=world_size) for rank in range(world_size)]
+        for one in ranks:
+            one.load_state_dict(state)
+        for _ in range(steps):
+            parts = [one.next_batch() for one in ranks]
+            for together, whole in zip(zip(*parts, strict=True), alone.next_batch(), strict=True):
+                assert torch.equal(torch.cat(together), whole)
+        states = [one.state_dict() for one in ranks]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+
+
+def test_a_batch_that_does_not_split_evenly_is_refused() -> None:
+    with pytest.raises(ValueError, match="4 sequences do not split evenly over 3 ranks"):
+        loader(batch_size=4, world_size=3)
 
 
 def test_noise_changes_inputs_only_and_draws_from_the_global_generators() -> None:

@@ -95,7 +95,7 @@ def test_only_a_missing_checkpoint_means_from_scratch(tmp_path: Path) -> None:
         def __init__(self, error: Exception) -> None:
             self.error = error
 
-        def restore(self, state: Any) -> Any:
+        def restore(self, state: Any, **options: Any) -> Any:
             raise self.error
 
     log = EventLog(str(tmp_path / "events"), rank=0, life=0)

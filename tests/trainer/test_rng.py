@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from trainer.rng import RngState, seed_everything
+from trainer.rng import RngState, rank_seed, seed_everything
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -35,6 +35,13 @@ def test_a_saved_state_is_not_changed_by_later_draws() -> None:
     draw()
     RngState().load_state_dict(state)
     assert draw() == expected
+
+
+def test_each_rank_and_each_step_has_a_seed_of_its_own() -> None:
+    seeds = {rank_seed(seed, rank, step) for seed in range(3) for rank in range(20) for step in range(20)}
+    assert len(seeds) == 3 * 20 * 20
+    assert rank_seed(1, 2, 3) == rank_seed(1, 2, 3)
+    assert all(0 <= seed < 2**32 for seed in seeds)
 
 
 def test_seeding_sets_all_three() -> None:

@@ -21,7 +21,7 @@ TIMEOUT_S = 150.0
 
 # Small enough for two CPU cores; dropout and noise, so that a resume that forgets a random generator shows.
 MODEL = ("--dim", "320", "--n-layers", "4", "--n-heads", "5", "--n-kv-heads", "5", "--ffn-dim", "832")
-TRAINING = ("--seq-len", "64", "--batch-size", "1", "--dropout", "0.1", "--noise", "0.02", "--grad-clip", "1")
+TRAINING = ("--seq-len", "64", "--batch-size", "2", "--dropout", "0.1", "--noise", "0.02", "--grad-clip", "1")
 
 
 class DemoError(Exception):
