@@ -119,7 +119,7 @@ def test_encoding_and_decoding_a_header(state: Make, encode_most: float, decode_
 
 @pytest.mark.parametrize(
     ("saved", "target", "most"),
-    [(flat, flat, 21), (nested, nested, 33), (trained, trained, 63), (trained, untrained, 60)],
+    [(flat, flat, 21), (nested, nested, 33), (trained, trained, 66), (trained, untrained, 66)],
 )
 def test_matching_a_target(saved: Make, target: Make, most: float) -> None:
     def prepare(count: int) -> Callable[[], object]:
@@ -129,7 +129,7 @@ def test_matching_a_target(saved: Make, target: Make, most: float) -> None:
     assert calls_per_tensor(prepare) <= most
 
 
-@pytest.mark.parametrize(("saved", "target", "most"), [(flat, flat, 2), (trained, untrained, 22)])
+@pytest.mark.parametrize(("saved", "target", "most"), [(flat, flat, 2), (trained, untrained, 23)])
 def test_putting_values_in_place(saved: Make, target: Make, most: float) -> None:
     def prepare(count: int) -> Callable[[], object]:
         match = RestoreTarget(target(count)).match(header_of(flatten(saved(count))))

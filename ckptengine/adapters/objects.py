@@ -78,6 +78,9 @@ class Adapter(Protocol):
     def problems(self, loaded: Any) -> list[str]:
         """Why `loaded` (whose tensors are not filled yet) cannot be loaded; for open objects."""
 
+    def parameter_names(self) -> list[str]:
+        """If its state is keyed by names of a model's parameters: these."""
+
     def fresh(self, path: tuple[Any, ...], leaf: Leaf) -> Any:
         """Something to fill for a stored tensor that the object has no place for yet; None: a plain tensor
         will do.
@@ -104,6 +107,9 @@ class _Whole:
     def problems(self, loaded: Any) -> list[str]:
         return []
 
+    def parameter_names(self) -> list[str]:
+        return []
+
     def fresh(self, path: tuple[Any, ...], leaf: Leaf) -> Any:
         return None
 
@@ -117,6 +123,10 @@ class ModuleAdapter(_Whole):
         if fsdp1.has_fsdp1(self._module):
             fsdp1.reshard(self._module)
         return module_state(self._module)
+
+    def buffers(self) -> set[str]:
+        """The names that buffers have in the state."""
+        return {fsdp1.without_wrappers(name) for name, _ in self._module.named_buffers()}
 
     def owns(self, value: Any) -> bool:
         """Is a tensor of the module's state one of its own, so that filling it fills the module?"""
@@ -349,7 +359,7 @@ def state_like(param: torch.Tensor, leaf: Leaf, name: Any) -> Any:
     """
     device = param.device
     dtype = torch_dtype(leaf.dtype)
-    shape = leaf.whole.tensor_shape
+    shape = leaf.shape if leaf.chunk is None else leaf.chunk.tensor_shape
     alike = shape == tuple(param.shape) and name != "step"
     if isinstance(param, DTensor) and alike and (shape or leaf.placement is not None):
         chunk = chunk_of_dtensor(shape, param.device_mesh, tuple(param.placements))
