@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -27,6 +27,7 @@ from ckptengine.format.names import RunId
 from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo, RestoreInfo
 from ckptengine.monitor import Run
+from ckptengine.read.partial import Partial, Rename
 from ckptengine.read.per_rank import PerRankPolicy, PerRankSpec
 from ckptengine.read_once import Rates, Sharing
 from ckptengine.restore_handle import RestoreHandle
@@ -144,6 +145,11 @@ class Checkpointer:
         strict: bool = True,
         verify: bool = True,
         per_rank: PerRankSpec = "error",
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        parameters_only: bool = False,
+        rename: Rename | None = None,
+        cast: bool = False,
         streaming: Literal[False] = False,
     ) -> RestoreInfo: ...
 
@@ -156,6 +162,11 @@ class Checkpointer:
         strict: bool = True,
         verify: bool = True,
         per_rank: PerRankSpec = "error",
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        parameters_only: bool = False,
+        rename: Rename | None = None,
+        cast: bool = False,
         streaming: Literal[True],
         priority: Priority = None,
     ) -> RestoreHandle: ...
@@ -168,6 +179,11 @@ class Checkpointer:
         strict: bool = True,
         verify: bool = True,
         per_rank: PerRankSpec = "error",
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        parameters_only: bool = False,
+        rename: Rename | None = None,
+        cast: bool = False,
         streaming: bool = False,
         priority: Priority = None,
     ) -> RestoreInfo | RestoreHandle:
@@ -193,6 +209,21 @@ class Checkpointer:
         and what is dropped by name is dropped whether it differs or not (a single rank's never does). An
         object that is loaded as a whole is dropped as a whole. `RestoreInfo.from_rank0` and `dropped` tell.
 
+        include, exclude: restore only what is included, by default everything, and not excluded; nothing else
+        of the target is touched, nor compared. Patterns of names, as errors and `ckpt inspect` have them:
+        `*`, `?` and `[…]` match as in file names, and a name also stands for all below it. An object that is
+        loaded as a whole (an optimizer, a scheduler) is included as a whole.
+
+        parameters_only: restore only the parameters of modules, and tensors that are `nn.Parameter`: no
+        buffers, no optimizer, no values.
+
+        rename: under which name something was stored; a function from the name here to that, or a dict of
+        names or of their first parts: `{"model": "model.module"}` for what was saved from a wrapped model.
+        The optimizer of a `training_state` goes with its model.
+
+        cast: tensors of float16, bfloat16, float32 or float64 may have been stored in another of these, and
+        are cast. Not the state that an optimizer loads, which stays as it was stored.
+
         streaming: return a `RestoreHandle` once training can begin, and read the rest behind it. Then values
         are in place, objects have got their state, and optimizers their options (learning rate and so on).
         Parameters and buffers come next, in the order of the modules: the forward of each module of the state
@@ -210,7 +241,10 @@ class Checkpointer:
         `CheckpointNotFoundError`. Waits first for the saves under way.
         """
         self._check_open()
-        options = RestoreOptions(strict, verify, PerRankPolicy.of(per_rank))
+        partial = Partial.of(
+            include=include, exclude=exclude, parameters_only=parameters_only, rename=rename, cast=cast
+        )
+        options = RestoreOptions(strict, verify, PerRankPolicy.of(per_rank), partial)
         self._saver.wait(None)
         # Another Checkpointer's save may be copying what this one overwrites.
         wait_for_copies()

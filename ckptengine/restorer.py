@@ -42,6 +42,7 @@ from ckptengine.format.manifest import Manifest, ShardRef
 from ckptengine.format.names import step_dirname
 from ckptengine.info import ExchangeInfo, FallBack, RestoreInfo
 from ckptengine.phases import Ranks, Stopwatch
+from ckptengine.read.partial import ALL, Partial
 from ckptengine.read.per_rank import PerRankPolicy
 from ckptengine.read.reader import ReadStats
 from ckptengine.read.step import held_manifest
@@ -69,6 +70,7 @@ class RestoreOptions:
     strict: bool = True
     verify: bool = True
     per_rank: PerRankPolicy = field(default_factory=PerRankPolicy)
+    partial: Partial = ALL
 
 
 def restore(
@@ -127,7 +129,7 @@ def _first_whole(
 
     def look() -> RestoreTarget:
         with watch.measure("plan"):
-            return RestoreTarget(state, allow_pickle=run.config.allow_pickle)
+            return RestoreTarget(state, allow_pickle=run.config.allow_pickle, partial=run.options.partial)
 
     target = _on_all_ranks(group, watch, look, "reading the restore target")
     while True:

@@ -202,6 +202,9 @@ class KeyedOptimizer(objects.StatefulAdapter):
         for numbered, group in zip(packed["param_groups"], self._optimizer.param_groups, strict=True):
             yield from zip(numbered["params"], group["params"], strict=True)
 
+    def parameter_names(self) -> list[str]:
+        return [name for names in self._names() for name in names]
+
     def _names(self) -> list[list[str]]:
         owners = self._owners()
         return [

@@ -56,6 +56,11 @@ class FlatPart:
         return self.param is not None and chunk.is_whole and tuple(self.param.shape) != chunk.shape
 
 
+def without_wrappers(name: str) -> str:
+    """A name of a parameter or buffer as it is in a state, without what FSDP and checkpointing put in it."""
+    return name.replace(f"{_WRAPPED}.", "").replace(f"{_CHECKPOINTED}.", "")
+
+
 def has_fsdp1(module: nn.Module) -> bool:
     # Not imported for this question: a job without FSDP1 need not pay for it.
     fsdp = sys.modules.get(_FSDP_MODULE)

@@ -122,14 +122,27 @@ def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...])
     return a == b or 0 in shape or all(size == 1 or p == q for size, p, q in zip(shape, a, b, strict=True))
 
 
-def misfits(tensor: torch.Tensor, chunk: Chunk | None, leaf: Leaf) -> list[str]:
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""Dtypes that are cast into one another where that is asked for."""
+
+
+def other_dtype(tensor: torch.Tensor, stored: str, *, cast: bool) -> str | None:
+    """How a tensor's dtype is not what is stored, and is not to be cast from it either; else None."""
+    name = dtype_name(tensor.dtype)
+    if name == stored or (cast and name in FLOATS and stored in FLOATS):
+        return None
+    why = f", which is not cast: only {', '.join(FLOATS)} are" if cast else ""
+    return f"dtype {name}, in the checkpoint {stored}{why}"
+
+
+def misfits(tensor: torch.Tensor, chunk: Chunk | None, leaf: Leaf, *, cast: bool = False) -> list[str]:
     """How a tensor, or the chunk it is, differs from what is stored: dtype, shape, place in the global
-    tensor.
+    tensor. cast: as of `other_dtype`.
     """
     problems: list[str] = []
-    name = dtype_name(tensor.dtype)
-    if name != leaf.dtype:
-        problems.append(f"dtype {name}, in the checkpoint {leaf.dtype}")
+    if dtype_name(tensor.dtype) != leaf.dtype:
+        problem = other_dtype(tensor, leaf.dtype, cast=cast)
+        problems += [] if problem is None else [problem]
     if chunk is None and leaf.chunk is None and tensor.shape == leaf.shape:
         return problems
     own = Chunk.whole(tuple(tensor.shape)) if chunk is None else chunk

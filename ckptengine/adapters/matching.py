@@ -25,8 +25,10 @@ from ckptengine.adapters.own_values import OwnValues
 from ckptengine.adapters.placing import Placement, Plan, place, placement_of
 from ckptengine.adapters.tensors import Local, LocalChunk, dtype_name, extract, is_tensor
 from ckptengine.adapters.values import Decoder, Node, large_value
+from ckptengine.adapters.wanted import Wanted
 from ckptengine.adapters.world import World
 from ckptengine.format.tree import TAG
+from ckptengine.read.partial import ALL, Partial
 from ckptengine.read.per_rank import PerRankChoices
 
 
@@ -56,7 +58,8 @@ class Matcher:
     `actions`.
 
     world: where tensors come from, if not each from its leaf alone; `leaves` are then the world's. per_rank:
-    is asked for every value that each of the ranks that saved may have had its own of.
+    is asked for every value that each of the ranks that saved may have had its own of. partial: which part of
+    the target is filled, and from which names.
     """
 
     def __init__(
@@ -66,12 +69,15 @@ class Matcher:
         allow_pickle: bool,
         world: World | None = None,
         per_rank: PerRankChoices | None = None,
+        partial: Partial = ALL,
     ) -> None:
         self._leaves = leaves
         self._world = world
         self._allow_pickle = allow_pickle
         self.asked = per_rank
-        self._own = OwnValues(leaves, per_rank)
+        self._own = OwnValues(leaves, per_rank, partial.stored_name)
+        self._wanted = Wanted(partial)
+        self._is_choosy = per_rank is not None or not self._wanted.is_all
         self.differences = Differences()
         self.placements: list[Placement] = []
         self.large: dict[int, np.ndarray[Any, Any]] = {}
@@ -80,7 +86,14 @@ class Matcher:
         """Values into their holders, then whole states into objects; in the order of the walk."""
 
     def match(self, target: Any, tree: Node) -> Outcome:
-        return self._match(target, tree, ())
+        self._wanted.begin(tree)
+        outcome = self._match(target, tree, ())
+        for name in self._wanted.left_over():
+            self.differences.unexpected.append(name)
+        nothing = self._wanted.nothing()
+        if nothing is not None:
+            self.differences.mismatched.append(nothing)
+        return outcome
 
     def place_large(self, plan: Plan) -> None:
         for index, buffer in self.large.items():
@@ -106,7 +119,7 @@ class Matcher:
         own = kind_of_target(target)
         if own == kind == "dict":
             return self._match_dict(target, node, path)
-        if path and not self._has_tensors(node) and self._own.stay(node, path):
+        if self._is_choosy and path and self._leaves_alone(node, path, alike=own == kind):
             return KEEP
         if own == kind and kind in ("list", "tuple"):
             return self._match_sequence(target, node, path)
@@ -121,21 +134,34 @@ class Matcher:
             return self._differs(path, f"{article(own)} with tensors, in the checkpoint {article(kind)}")
         return self._match_value(target, node, path)
 
+    # What stays as it is
+
+    def _leaves_alone(self, node: Node, path: tuple[Any, ...], *, alike: bool) -> bool:
+        """Is what is here, which is no dict, not to be filled? alike: target and node are of one kind, so
+        that it is looked into first if there are tensors in it."""
+        if self._has_tensors(node):
+            return not alike and not self._wanted.takes(path)
+        return not self._wanted.takes(path) or self._own.stay(node, path)
+
     # Keys of one side
 
-    def _missing(self, path: tuple[Any, ...]) -> None:
+    def _missing(self, path: tuple[Any, ...], *, parameter: bool = False) -> None:
         """A key of the target only."""
-        if not self._own.absent(path):
+        if self._wanted.takes(path, parameter=parameter) and not self._own.absent(path):
             self.differences.missing.append(_name(path))
 
-    def _unexpected(self, path: tuple[Any, ...]) -> None:
+    def _unexpected(self, path: tuple[Any, ...], node: Node) -> None:
         """A key of the checkpoint only."""
-        if not self._own.superfluous(path):
+        if self._wanted.unexpected(path, node) and not self._own.superfluous(path):
             self.differences.unexpected.append(_name(path))
 
     # Tensors
 
-    def _match_tensor(self, target: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
+    def _match_tensor(
+        self, target: Any, node: Node, path: tuple[Any, ...], *, parameter: bool = False
+    ) -> Outcome:
+        if not (self._wanted.is_all or self._takes_tensor(target, path, parameter)):
+            return KEEP
         if self._placed(target, node):
             return KEEP
         try:
@@ -153,12 +179,16 @@ class Matcher:
             return self._differs(path, f"{len(parts)} shards, in the checkpoint {len(leaves)}")
         for local, leaf in zip(parts, leaves, strict=True):
             assert leaf is not None
-            problems = misfits(local.tensor, local.chunk, leaf)
+            cast = self._wanted.partial.cast
+            problems = misfits(local.tensor, local.chunk, leaf, cast=cast)
             if problems:
                 self._differs(path, "; ".join(problems))
             else:
-                self.placements.append(placement_of(leaf, local.tensor))
+                self.placements.append(placement_of(leaf, local.tensor, cast=cast))
         return KEEP
+
+    def _takes_tensor(self, target: Any, path: tuple[Any, ...], parameter: bool) -> bool:
+        return self._wanted.takes(path, parameter=parameter or isinstance(target, torch.nn.Parameter))
 
     def _match_in_world(self, world: World, parts: list[Local], node: Node, path: tuple[Any, ...]) -> Outcome:
         leaf = self._tensor_leaf(node)
@@ -169,11 +199,13 @@ class Matcher:
         if self._own.tensor_stays(leaf):
             return KEEP
         for local in parts:
-            self._place_in_world(world, leaf, local, path)
+            self._place_in_world(world, leaf, local, path, cast=self._wanted.partial.cast)
         return KEEP
 
-    def _place_in_world(self, world: World, leaf: Leaf, local: Local, path: tuple[Any, ...]) -> None:
-        placed = world.place(leaf, local.tensor, local.chunk)
+    def _place_in_world(
+        self, world: World, leaf: Leaf, local: Local, path: tuple[Any, ...], *, cast: bool = False
+    ) -> None:
+        placed = world.place(leaf, local.tensor, local.chunk, cast=cast)
         if isinstance(placed, list):
             self._differs(path, "; ".join(placed))
         else:
@@ -203,20 +235,21 @@ class Matcher:
 
     def _match_dict(self, target: dict[Any, Any], node: Node, path: tuple[Any, ...]) -> Outcome:
         stored = self._entries(node, path)
+        found = self._wanted.entries(target, path, stored)
         for key, value in target.items():
-            if key not in stored:
-                self._missing((*path, key))
+            if key not in found:
+                self._missing((*path, key), parameter=isinstance(value, torch.nn.Parameter))
                 continue
-            child = stored[key]
+            child = found[key]
             # Ahead of all else, as nearly everything is such a tensor.
-            if type(value) is torch.Tensor and self._placed(value, child):
+            if type(value) is torch.Tensor and self._wanted.is_all and self._placed(value, child):
                 continue
             outcome = self._match(value, child, (*path, key))
             if not isinstance(outcome, _Keep):
                 self.actions.append(_set_item(target, key, outcome))
-        for key in stored:
+        for key, child in stored.items():
             if key not in target:
-                self._unexpected((*path, key))
+                self._unexpected((*path, key), child)
         return KEEP
 
     def _entries(self, node: Node, path: tuple[Any, ...]) -> dict[Any, Node]:
@@ -300,27 +333,33 @@ class Matcher:
         return self._match_open(adapter, node, path)
 
     def _match_module(self, adapter: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
-        stored = self._entries(node, path)
         state = adapter.state()
+        entries = self._entries(node, path)
+        stored = self._wanted.entries(state, path, entries)
+        buffers = adapter.buffers() if self._wanted.partial.parameters_only else ()
         given: dict[Any, Callable[[], Any]] = {}
         needed: list[Placement] = []
         large = set(self.large)
         for key, value in state.items():
             inner = (*path, key)
             first = len(self.placements)
+            is_own = is_tensor(value) and not objects.is_extra_state(key)
+            parameter = is_own and key not in buffers
             if key not in stored:
-                self._missing(inner)
-            elif is_tensor(value) and not objects.is_extra_state(key):
-                self._match_tensor(value, stored[key], inner)
+                self._missing(inner, parameter=parameter)
+            elif not self._wanted.is_all and not self._wanted.takes(inner, parameter=parameter):
+                continue
+            elif is_own:
+                self._match_tensor(value, stored[key], inner, parameter=parameter)
                 if not adapter.owns(value):
                     given[key] = _constant(value)
             elif not self._own.stay(stored[key], inner):
                 given[key] = self._opened(value, stored[key], inner, lambda path, leaf: None)
             if key in given:
                 needed += self.placements[first:]
-        for key in stored:
+        for key, child in entries.items():
             if key not in state:
-                self._unexpected((*path, key))
+                self._unexpected((*path, key), child)
         if given:
             self.actions.append(
                 Load(
@@ -335,8 +374,13 @@ class Matcher:
         return KEEP
 
     def _match_open(self, adapter: objects.Adapter, node: Node, path: tuple[Any, ...]) -> Outcome:
-        if self._own.stay(node, path):
+        torn = self._wanted.torn(path, node)
+        if torn:
+            few = ", ".join(torn[:3])
+            return self._differs(path, f"is restored as a whole or not at all; the patterns divide it: {few}")
+        if not self._wanted.takes(path) or self._own.stay(node, path):
             return KEEP
+        node = self._wanted.renamed_optimizer(adapter.parameter_names(), node, path)
         first, large = len(self.placements), set(self.large)
         get = self._opened(adapter.state(), node, path, adapter.fresh)
         for problem in adapter.problems(get()):
@@ -366,6 +410,7 @@ class Matcher:
             if self._world is not None:
                 leaf = self._world.described(leaf)
             value = self._fitting(current, inner, leaf)
+            fits = value is not None
             if value is None:
                 value = fresh(inner, leaf)
             if value is None and leaf.chunk is not None:
@@ -380,7 +425,7 @@ class Matcher:
             for local in extract(value, in_place=True):
                 if self._world is not None:
                     self._place_in_world(self._world, leaf, local, tuple(decoder.path))
-                elif problems := misfits(local.tensor, local.chunk, leaf):
+                elif not fits and (problems := misfits(local.tensor, local.chunk, leaf)):
                     self._differs(tuple(decoder.path), "; ".join(problems))
                 else:
                     self.placements.append(placement_of(leaf, local.tensor))

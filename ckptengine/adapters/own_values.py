@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -17,15 +18,18 @@ class OwnValues:
     """Asks for the values of a walk through target and tree. asked: None if the tree is that of the rank that
     restores; then none stays."""
 
-    def __init__(self, leaves: list[Leaf], asked: PerRankChoices | None) -> None:
+    def __init__(
+        self, leaves: list[Leaf], asked: PerRankChoices | None, stored_name: Callable[[str], str]
+    ) -> None:
         self._leaves = leaves
         self._asked = asked
+        self._stored_name = stored_name
 
     def stay(self, node: Node, path: tuple[Any, ...]) -> bool:
         """All that is taken from the node together."""
         if self._asked is None:
             return False
-        name = _name(path)
+        name = self._name(path)
         names = values_in(msgspec.json.encode(node), name, self._large)
         names += [self._leaves[i].name for i in leaf_indices(node) if _is_own(self._leaves[i])]
         return self._asked.drop(name) if names == [name] else self._asked.drop_together(name, names)
@@ -35,11 +39,15 @@ class OwnValues:
 
     def absent(self, path: tuple[Any, ...]) -> bool:
         """What the tree does not have and the target does: has the policy had its say?"""
-        return self._asked is not None and self._asked.absent(_name(path))
+        return self._asked is not None and self._asked.absent(self._name(path))
 
     def superfluous(self, path: tuple[Any, ...]) -> bool:
         """What the tree has and the target does not."""
-        return self._asked is not None and self._asked.superfluous(_name(path))
+        return self._asked is not None and self._asked.superfluous(self._name(path))
+
+    def _name(self, path: tuple[Any, ...]) -> str:
+        """The name, as the format has it, that a value of the target was stored under."""
+        return self._stored_name(_name(path))
 
     @cached_property
     def _large(self) -> dict[int, str]:
@@ -47,7 +55,6 @@ class OwnValues:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """A value's name as the format has it."""
     return ".".join(key if type(key) is str else _key_text(key) for key in path)
 
 

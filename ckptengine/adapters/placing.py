@@ -30,7 +30,8 @@ costs as much as copying this much."""
 
 
 class Placement(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A leaf, and the tensor that is to hold it: same dtype, same shape, any layout and device.
+    """A leaf, and the tensor that is to hold it: same shape, any layout and device, and the same dtype if it
+    is not to be cast.
 
     start, stop: the tensor's first byte in memory, and the byte after its last; both 0 if it is empty.
     plain_memory: do its bytes stand for its values? linear: are they the same, in the same order and without
@@ -144,7 +145,7 @@ class Plan:
         wrong: dict[str, None] = {}
 
         def check(piece: Piece, source: torch.Tensor) -> None:
-            if not _same_bytes(source, piece.target):
+            if not _same_bytes(source.to(piece.target.dtype), piece.target):
                 wrong[self._checked[piece]] = None
 
         if self._checked:
@@ -197,9 +198,14 @@ def place(leaf: Leaf, value: Any) -> Placement | None:
     return placement_of(leaf, value, ordinary=True)
 
 
-def placement_of(leaf: Leaf, tensor: torch.Tensor, *, ordinary: bool = False) -> Placement:
-    """ordinary: the tensor is known to be."""
-    plain_memory = ordinary or not (tensor.is_conj() or tensor.is_neg())
+def placement_of(
+    leaf: Leaf, tensor: torch.Tensor, *, ordinary: bool = False, cast: bool = False
+) -> Placement:
+    """ordinary: the tensor is known to be. cast: it may be of another dtype."""
+    # What is cast goes through a buffer: its bytes are not those that are stored.
+    plain_memory = ordinary or not (
+        tensor.is_conj() or tensor.is_neg() or (cast and dtype_name(tensor.dtype) != leaf.dtype)
+    )
     start = stop = 0
     linear = False
     nbytes = tensor.nbytes
@@ -283,8 +289,11 @@ def _may_overlap_itself(tensor: torch.Tensor) -> bool:
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor of the same dtype and shape, bit for bit, whatever the target's layout."""
+    """Copy a tensor of the same shape, bit for bit, whatever the target's layout; cast to the target's dtype,
+    if it is another."""
     target = target.detach()
+    if source.dtype != target.dtype:
+        source = source.to(target.dtype)
     # A conjugate or negative view: what is in memory is the conjugate or negative of what it shows.
     if target.is_neg():
         target, source = torch._neg_view(target), source.neg().resolve_neg()

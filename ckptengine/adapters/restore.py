@@ -29,6 +29,7 @@ from ckptengine.errors import (
     UnsupportedStateError,
 )
 from ckptengine.format.entries import ShardHeader
+from ckptengine.read.partial import ALL, Partial
 from ckptengine.read.per_rank import PerRankChoices, PerRankPolicy
 
 _SHOWN = 20
@@ -87,7 +88,8 @@ class Match:
 class RestoreTarget:
     """A state to be filled, with the tensors, keys and objects of the one that was saved."""
 
-    def __init__(self, state: Any, *, allow_pickle: bool = False) -> None:
+    def __init__(self, state: Any, *, allow_pickle: bool = False, partial: Partial = ALL) -> None:
+        """partial: which part of the state is to be filled, and from which names."""
         if not (isinstance(state, dict | list | tuple) or objects.is_stateful(state)):
             raise UnsupportedStateError(
                 "a restore target is a dict, list or tuple, or an object with state_dict and "
@@ -96,6 +98,7 @@ class RestoreTarget:
             )
         self._state = state
         self._allow_pickle = allow_pickle
+        self._partial = partial
         # What every read into it so far has left alone; None before the first.
         self._left_alone: tuple[str, ...] | None = None
 
@@ -129,7 +132,9 @@ class RestoreTarget:
         """
         with gc_paused():
             matcher = Matcher(
-                [*leaves_of(header), *_replicas(header, others, path)], allow_pickle=self._allow_pickle
+                [*leaves_of(header), *_replicas(header, others, path)],
+                allow_pickle=self._allow_pickle,
+                partial=self._partial,
             )
             outcome = matcher.match(self._state, header.tree)
             found = matcher.differences
@@ -157,7 +162,13 @@ class RestoreTarget:
 
     def _match_world(self, world: World, policy: PerRankPolicy) -> tuple[Matcher, Outcome]:
         asked = PerRankChoices(policy, world.per_rank)
-        matcher = Matcher(world.leaves, allow_pickle=self._allow_pickle, world=world, per_rank=asked)
+        matcher = Matcher(
+            world.leaves,
+            allow_pickle=self._allow_pickle,
+            world=world,
+            per_rank=asked,
+            partial=self._partial,
+        )
         return matcher, matcher.match(self._state, world.tree)
 
     def _planned(
@@ -183,7 +194,7 @@ class RestoreTarget:
             )
         asked = matcher.asked
         if asked is not None:
-            asked.finish()
+            asked.finish(self._partial.selects)
             found.refused = [asked.reason(name) for name in asked.refused]
         if (
             found.mismatched

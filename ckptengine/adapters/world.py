@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from ckptengine.adapters.leaves import Leaf, leaves_of
+from ckptengine.adapters.leaves import Leaf, leaves_of, other_dtype
 from ckptengine.adapters.placing import Placement, placement_of
-from ckptengine.adapters.tensors import dtype_name
 from ckptengine.format import dtypes
 from ckptengine.format.columns import values_of
 from ckptengine.format.entries import ShardHeader
@@ -82,15 +81,16 @@ class World:
         shape = rows.global_shape if rows.flat_of is None else rows.flat_of
         return msgspec.structs.replace(leaf, shape=shape, chunk=Chunk.whole(shape), view_stride=None)
 
-    def place(self, leaf: Leaf, tensor: torch.Tensor, chunk: Chunk | None) -> Placement | list[str]:
-        """How a tensor, or the chunk it is, is filled; or why it cannot be."""
+    def place(
+        self, leaf: Leaf, tensor: torch.Tensor, chunk: Chunk | None, *, cast: bool = False
+    ) -> Placement | list[str]:
+        """How a tensor, or the chunk it is, is filled; or why it cannot be. cast: as of `other_dtype`."""
         held = self._find(leaf)
         if held is None:
             return ["no rank stores it"]
         rows = held.rows
-        problems = []
-        if dtype_name(tensor.dtype) != rows.dtype:
-            problems.append(f"dtype {dtype_name(tensor.dtype)}, in the checkpoint {rows.dtype}")
+        problem = other_dtype(tensor, rows.dtype, cast=cast)
+        problems = [] if problem is None else [problem]
         own = Chunk.whole(tuple(tensor.shape)) if chunk is None else chunk
         shape = rows.global_shape if rows.flat_of is None else rows.flat_of
         if own.tensor_shape != shape:
@@ -127,9 +127,10 @@ def _spread(name: str, dtype: str, tensor: torch.Tensor, parts: Sequence[Part]) 
     itemsize = dtypes.itemsize(dtype)
     if len(parts) == 1 and parts[0].source in ((), (1,)) and _nelem(parts[0]) == tensor.numel():
         # All of it, in order: as if it had been stored so.
-        leaf = Leaf(name, dtype, tuple(tensor.shape), parts[0].start, tensor.nbytes, shard=parts[0].rank)
-        return placement_of(leaf, tensor)
-    placement = placement_of(Leaf(name, dtype, tuple(tensor.shape), 0, 0), tensor)
+        nbytes = tensor.numel() * itemsize
+        leaf = Leaf(name, dtype, tuple(tensor.shape), parts[0].start, nbytes, shard=parts[0].rank)
+        return placement_of(leaf, tensor, cast=True)
+    placement = placement_of(Leaf(name, dtype, tuple(tensor.shape), 0, 0), tensor, cast=True)
     pieces = tuple((_leaf(name, dtype, itemsize, part), _view(tensor, part)) for part in parts)
     return msgspec.structs.replace(placement, parts=pieces, linear=False)
 

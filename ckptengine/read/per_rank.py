@@ -5,7 +5,7 @@ Nothing is assumed: a policy says it, for all of them or by name. Which values t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -128,10 +128,10 @@ class PerRankChoices:
         self._leave(names)
         return bool(names)
 
-    def finish(self) -> None:
+    def finish(self, selects: Callable[[str], bool] = lambda name: True) -> None:
         """After all questions: of what some other ranks hold, rank 0 does not and the target neither, nobody
-        has asked."""
-        self._leave(sorted(self._known.some_ranks - self._asked))
+        has asked. selects: is the name one of those that are to be restored?"""
+        self._leave(sorted(filter(selects, self._known.some_ranks - self._asked)))
 
     def _leave(self, names: list[str]) -> None:
         """Values for which there is no place."""

@@ -22,6 +22,7 @@ from ckptengine.format.entries import ShardHeader
 from ckptengine.format.layout import lay_out
 from ckptengine.format.per_rank import OWN_DIGITS, ShardValues
 from ckptengine.format.shard import decode_header, encode_header, seal_header
+from ckptengine.read.partial import ALL, Partial
 from ckptengine.read.plan import Destination, plan_reads
 from tests.adapters.rebuild import build
 
@@ -94,8 +95,10 @@ class Saved:
                 return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry.shape)
         raise AssertionError(f"fetched {name}")
 
-    def match(self, target: Any, *, allow_pickle: bool = False, **options: Any) -> Match:
-        target = RestoreTarget(target, allow_pickle=allow_pickle)
+    def match(
+        self, target: Any, *, allow_pickle: bool = False, partial: Partial = ALL, **options: Any
+    ) -> Match:
+        target = RestoreTarget(target, allow_pickle=allow_pickle, partial=partial)
         return target.match(self.header, path="p", rank=0, **options)
 
     def restore(self, target: Any, **options: Any) -> Match:

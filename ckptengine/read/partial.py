@@ -1,0 +1,122 @@
+"""Which part of a state is restored, and under which names was it stored?
+
+Names are the target's: the keys joined with dots, as in errors and in `RestoreInfo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckptengine.read.patterns import matches_any
+
+Rename = Mapping[str, str] | Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """include: patterns (see `patterns.matches`) of what is restored; None: everything. exclude: of what is
+    not, though it is included. parameters_only: just the parameters of modules, and tensors that are
+    parameters.
+
+    rename: from a name here to the name it was stored under. A mapping is of whole names, or of the first
+    part of names up to a dot, of which the longest counts: `{"model": "model.module"}`. cast: floating-point
+    tensors may have been stored in another floating-point dtype.
+    """
+
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    parameters_only: bool = False
+    rename: Callable[[str], str] | None = None
+    cast: bool = False
+    _known: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        parameters_only: bool = False,
+        rename: Rename | None = None,
+        cast: bool = False,
+    ) -> Partial:
+        """Raises `TypeError` for what is none of these."""
+        if rename is not None and not callable(rename):
+            rename = _by_prefix(rename)
+        return cls(
+            None if include is None else _patterns("include", include),
+            _patterns("exclude", exclude),
+            parameters_only,
+            rename,
+            cast,
+        )
+
+    @property
+    def is_all(self) -> bool:
+        """Is everything restored?"""
+        return self.include is None and not self.exclude and not self.parameters_only
+
+    def selects(self, name: str) -> bool:
+        """By its name."""
+        if self.include is None and not self.exclude:
+            return True
+        known = self._known.get(name)
+        if known is None:
+            known = (self.include is None or matches_any(self.include, name)) and not matches_any(
+                self.exclude, name
+            )
+            self._known[name] = known
+        return known
+
+    def stored_name(self, name: str) -> str:
+        """Raises `TypeError` if `rename` does not give text."""
+        if self.rename is None:
+            return name
+        stored = self.rename(name)
+        if not isinstance(stored, str):
+            raise TypeError(f"rename gave {stored!r:.80} for {name!r}, not a name")
+        return stored
+
+    def __str__(self) -> str:
+        said = {"include": self.include, "exclude": self.exclude or None}
+        texts = [f"{what}={list(patterns)}" for what, patterns in said.items() if patterns is not None]
+        return ", ".join([*texts, *(["parameters_only=True"] if self.parameters_only else [])])
+
+
+ALL = Partial()
+
+
+def _patterns(what: str, patterns: object) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        return (patterns,)
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{what} is a pattern of names, or several, not {patterns!r:.200}")
+    given = tuple(patterns)
+    if not all(isinstance(pattern, str) for pattern in given):
+        raise TypeError(f"{what} is a pattern of names, or several, not {given!r:.200}")
+    return given
+
+
+def _by_prefix(rename: object) -> Callable[[str], str]:
+    if not isinstance(rename, Mapping) or not all(
+        isinstance(text, str) for pair in rename.items() for text in pair
+    ):
+        raise TypeError(
+            "rename is a function from a name here to the stored one, or a mapping of names or their first "
+            f"parts, not {rename!r:.200}"
+        )
+    pairs: list[tuple[str, str]] = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+
+    def renamed(name: str) -> str:
+        for here, there in pairs:
+            if name == here:
+                return there
+            if not here:
+                return f"{there}.{name}" if there else name
+            if name.startswith(f"{here}."):
+                rest = name[len(here) + 1 :]
+                return f"{there}.{rest}" if there else rest
+        return name
+
+    return renamed
