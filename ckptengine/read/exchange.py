@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ckptengine.phases import Phase
 from ckptengine.read.channel import Channel, StoppedHereError
-from ckptengine.read.plan import BlockRead
+from ckptengine.read.plan import BlockRead, Copy
 from ckptengine.read.reader import MAX_POOL_NBYTES, Buffers, ShardReader, scatter
 from ckptengine.read.sharing import Block, Schedule, Turn
 from ckptengine.read.spent import Spent
@@ -189,17 +189,15 @@ class Exchange:
         plain = stored = 0
         allowed = 1
         for shard in {job.block[0] for job in jobs}:
-            alone = [job.read.block for job in jobs if job.block[0] == shard and job.turn is None]
             blocks = [job.read.block for job in jobs if job.block[0] == shard]
-            sizes = shards[shard].buffer_nbytes_for(alone)
-            plain = max(plain, sizes[0])
-            stored = max(stored, shards[shard].buffer_nbytes_for(blocks, keep=True)[1])
+            sizes = shards[shard].buffer_nbytes_for(blocks)
+            plain, stored = max(plain, sizes[0]), max(stored, sizes[1])
             allowed = max(allowed, shards[shard].threads_for(blocks, threads))
         most = max(1, min(allowed, POOL_NBYTES // max(1, plain + stored)))
         any_shard = shards[jobs[0].block[0]]
 
         def enter() -> _Reading:
-            readers.append(_Reading(tally.entered(any_shard.buffers_of(max(1, plain), stored))))
+            readers.append(_Reading(tally.entered(any_shard.buffers_of(plain, stored))))
             return readers[-1]
 
         def step(job: _Job, mine: _Reading) -> None:
@@ -211,8 +209,12 @@ class Exchange:
                 began = time.monotonic_ns()
                 slot = self._channel.slot(job.turn)
                 mine.waited_ns += time.monotonic_ns() - began
-                shard.take(job.read, mine.buffers.with_plain(slot), tally, keep=True)
                 nbytes = shard.block_nbytes(job.block[1])
+                # Not read into the slot: devices are slow to fill the small pages that shared memory has, and
+                # the copy is made while the piece is in the core's cache.
+                into_slot = Copy(0, nbytes, slot.address)
+                shard.take(BlockRead(job.read.block, (into_slot, *job.read.copies)), mine.buffers, tally)
+                tally.correct(delivered=-nbytes)
                 if kept is not None and kept[0] == job.block:
                     ctypes.memmove(kept[1].address, slot.address, nbytes)
                 self._channel.publish(job.turn, nbytes)

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -117,12 +116,6 @@ class Buffers:
         self.plain: Memory = AlignedBuffer(nbytes)
         self.stored = AlignedBuffer(stored_nbytes) if stored_nbytes else None
         self.spent = Spent()
-
-    def with_plain(self, memory: Memory) -> Buffers:
-        """The same, with other memory for what is delivered."""
-        other = copy(self)
-        other.plain = memory
-        return other
 
 
 class ShardReader:
@@ -321,17 +314,13 @@ class ShardReader:
         )
         return tally.stats()
 
-    def take(self, read: BlockRead, buffers: Buffers, tally: Tally, *, keep: bool = False) -> int:
+    def take(self, read: BlockRead, buffers: Buffers, tally: Tally) -> int:
         """Reads one block, makes its copies, checks it and counts all of it in. Returns the bytes read from
-        the file. With `keep` the whole block is in the buffer afterwards. Raises what `read_shard` raises."""
+        the file. Raises what `read_shard` raises."""
         trace = recorder.current
         started = recorder.clock()
         try:
-            if keep:
-                cached = self.read(BlockRead(read.block, ()), buffers, keep=True)
-                scatter(read, buffers.plain.address, buffers.spent)
-            else:
-                cached = self.read(read, buffers)
+            cached = self.read(read, buffers)
         except BlockDamagedError as error:
             raise error.damage.error() from None
         start, stop = self._blocks.span(read.block)

@@ -72,6 +72,11 @@ class Tally:
             self._decompressed += decompressed
             self._verified += verified
 
+    def correct(self, *, delivered: int) -> None:
+        """Bytes that were copied elsewhere than to a destination."""
+        with self.lock:
+            self._delivered += delivered
+
     def stats(self) -> ReadStats:
         """Of all that was counted, when the threads have ended."""
         return ReadStats(

@@ -60,7 +60,8 @@ class Arena:
     capacity: payload bytes; rounded up to 2 MiB. `view` is the whole mapping from `address` on, `status_page`
     its first `STATUS_NBYTES`, `payload` the rest, from `payload_address` on.
 
-    `huge` tells whether nearly all of it is in huge pages: physically contiguous, as devices like it.
+    try_huge: False where it is not kept for long: huge pages may take a fifth of a second to come by, or not
+    to. `huge` tells whether nearly all of it is in huge pages: physically contiguous, as devices like it.
 
     `close()` gives up the descriptor and this object's mapping. Memory that is still looked at, through a
     memoryview or a tensor made from one, stays mapped until the last of them is gone: unmapping it would
@@ -70,7 +71,7 @@ class Arena:
 
     __slots__ = ("_mark", "_memory", "_status", "address", "before_close", "capacity", "fd", "huge")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, try_huge: bool = True) -> None:
         if capacity < 0:
             raise ValueError(f"an arena's capacity must not be negative, not {capacity}")
         capacity = round_up(capacity, GRAIN)
@@ -86,7 +87,7 @@ class Arena:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self._take(fd, capacity)
-            self.huge = _prefault(self.address, nbytes)
+            self.huge = _prefault(self.address, nbytes, try_huge)
         except BaseException as exc:
             if fd >= 0:
                 os.close(fd)
@@ -202,7 +203,7 @@ def _map(fd: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
     return memory
 
 
-def _prefault(address: int, nbytes: int) -> bool:
+def _prefault(address: int, nbytes: int, try_huge: bool) -> bool:
     """Give every page its memory, in parallel, and tell whether nearly all of it came in huge pages.
 
     Those are zeroed five times as fast, and what is written from them reaches the device in long segments. A
@@ -214,7 +215,8 @@ def _prefault(address: int, nbytes: int) -> bool:
     collapsing = _Collapsing(threads)
 
     def fill(piece: tuple[int, int], _: None) -> None:
-        collapsing.try_all(*piece)
+        if try_huge:
+            collapsing.try_all(*piece)
         _populate(*piece)
 
     pieces = [(address + at, min(_PREFAULT_PIECE, nbytes - at)) for at in range(0, nbytes, _PREFAULT_PIECE)]

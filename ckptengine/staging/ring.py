@@ -40,7 +40,7 @@ class Ring:
     @classmethod
     def make(cls, slots: int, nbytes: int, members: int) -> Ring:
         """A ring of this process's. Raises `SaveFailedError` if there is no memory for it."""
-        return cls(Arena(cls.capacity(slots, nbytes, members)), slots, nbytes, members)
+        return cls(Arena(cls.capacity(slots, nbytes, members), try_huge=False), slots, nbytes, members)
 
     @classmethod
     def join(cls, pid: int, fd: int, capacity: int, slots: int, nbytes: int, members: int) -> Ring:

@@ -141,8 +141,8 @@ def restore_held(root: str, ready: str, victim: int, options: dict[str, Any]) ->
 
     def holding(self: Any, wanted: Any, buffers: Any, *, keep: bool = False) -> bool:
         cached = read(self, wanted, buffers, keep=keep)
-        taken[0] += keep
-        if keep and taken[0] == 3:
+        taken[0] += 1
+        if taken[0] == 3:
             Path(ready).touch()
             threading.Event().wait()
         return cached
