@@ -28,7 +28,7 @@ from ckptengine.format.geometry import Chunk
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME
 from ckptengine.format.shard import TensorEntry
 from ckptengine.read.shards import open_header
-from ckptengine.restorer import restore
+from ckptengine.restorer import RestoreOptions, restore
 from ckptengine.storage.posix import PosixStore
 from ckptengine.testing.strategies import blank
 from tests.adapters.fake import same
@@ -436,9 +436,9 @@ def both_restored(root: Path) -> list[tuple[Exception | None, torch.Tensor]]:
     def run(rank: int) -> tuple[Exception | None, torch.Tensor]:
         group = Group(rank, 2, transport, "group", 30.0)
         tensor = torch.zeros(2000)
-        options = {"step": STEP, "strict": True, "verify": True, "store": PosixStore(), "config": ck.Config()}
+        state = {"model": {"w": tensor}}
         try:
-            restore(str(root), {"model": {"w": tensor}}, group=group, **options)
+            restore(str(root), state, STEP, RestoreOptions(), PosixStore(), group, ck.Config())
         except ck.CheckpointError as error:
             return error, tensor
         return None, tensor
