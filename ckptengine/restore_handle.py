@@ -10,7 +10,8 @@ from ckptengine.streaming import Stream
 
 
 class RestoreHandle:
-    """A restore that goes on while training begins. `step`: the step that is being restored.
+    """A restore that goes on while training begins. `step`: the step that is being restored; `world_size`:
+    how many ranks saved it.
 
     Modules and optimizers wait by themselves. For the training thread, as `result` may have objects load
     their state; `done` and `exception` may be called from any thread.
@@ -19,6 +20,7 @@ class RestoreHandle:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.step = stream.step
+        self.world_size = stream.world_size
 
     def wait(self, what: Any = None, timeout: float | None = None) -> None:
         """Wait until tensors of this rank are there, `timeout` in seconds.

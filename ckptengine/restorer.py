@@ -23,7 +23,7 @@ import msgspec
 
 from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.delivery import Priority
-from ckptengine.adapters.gates import gates_of, modules_in
+from ckptengine.adapters.gates import gates_of, modules_in, touched_by_strangers
 from ckptengine.adapters.matching import Differences
 from ckptengine.adapters.restore import Match, RestoreTarget, mismatch
 from ckptengine.adapters.world import World
@@ -305,11 +305,13 @@ def _stream_step(
     with ExitStack() as opened:
 
         def prepare(match: Match) -> None:
-            gates = gates_of(modules_in(state))
+            modules = modules_in(state)
+            gates = gates_of(modules)
             streams.append(
                 Stream(
                     assignment.step,
-                    match.delivery(gates, priority),
+                    assignment.world_size,
+                    match.delivery(gates, touched_by_strangers(modules), priority),
                     gates,
                     shards.readers(match, run.options.verify, opened),
                     RollCall(group.rank, group.world_size, group.transport, group.key("stream")),

@@ -143,11 +143,15 @@ class StepShards:
                 yield self._ref.rank if rank is None else rank, start // size, (stop - 1) // size + 1
 
     def readers(self, match: Match, verify: bool, held: ExitStack) -> dict[int | None, ShardReader]:
-        """The shards that a match needs, open until `held` is closed."""
-        return {
-            rank: held.enter_context(ShardReader(self._store, *self._opened(rank), verify=verify))
-            for rank in match.shards
-        }
+        """The shards that a match needs, open until `held` is closed; the own one is one, by either name."""
+        opened: dict[str, ShardReader] = {}
+        readers: dict[int | None, ShardReader] = {}
+        for rank in match.shards:
+            path, header = self._opened(rank)
+            if path not in opened:
+                opened[path] = held.enter_context(ShardReader(self._store, path, header, verify=verify))
+            readers[rank] = opened[path]
+        return readers
 
     def _opened(self, rank: int | None) -> tuple[str, ShardHeader]:
         ref = self._ref if rank in (None, self._ref.rank) else self._manifest.shards[rank]

@@ -76,13 +76,15 @@ class Stream:
     """One rank's reading behind its training: `read_early` in the call, then `start`, and in any case
     `finish` or `abandon`.
 
-    shards: open; what holds them, and whatever else `held` has, is let go of at the end. timeout_s: for the
-    slowest rank to have read all once this one has, and for a block to be read.
+    world_size: how many ranks saved the step. shards: open; what holds them, and whatever else `held` has, is
+    let go of at the end. timeout_s: for the slowest rank to have read all once this one has, and for a block
+    to be read.
     """
 
     def __init__(
         self,
         step: int,
+        world_size: int,
         delivery: Delivery,
         gates: Sequence[Gate],
         shards: Mapping[Shard, ShardReader],
@@ -93,6 +95,7 @@ class Stream:
         timeout_s: float,
     ) -> None:
         self.step = step
+        self.world_size = world_size
         self.stats = ReadStats()
         self.read_seconds = 0.0
         self._delivery = delivery

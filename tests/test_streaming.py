@@ -391,6 +391,29 @@ def test_tensors_that_cannot_be_read_into(
     assert all(torch.equal(target[name], stored[name]) for name in stored)
 
 
+def test_a_part_in_another_dtype_and_by_another_name(ckpt: ck.Checkpointer, saved: Job) -> None:
+    job = Job(2)
+    job.model.to(torch.float64)
+    state = {"net": job.model, "opt": job.optimizer}
+    ckpt.restore(state, streaming=True, include="net", rename={"net": "model"}, cast=True)
+    x = torch.ones(1, WIDTH, dtype=torch.float64)
+    assert torch.equal(job.model(x), copy.deepcopy(saved.model).double()(x))
+    assert not job.optimizer.state
+
+
+def test_options_that_are_tensors_come_early_by_another_name(tmp_path: Path) -> None:
+    with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
+        job = Job(1, lr=torch.tensor(0.25))
+        job.step()
+        ckpt.save(1, {"model": job.model, "optimizer": job.optimizer})
+        other = Job(2, lr=torch.tensor(0.5))
+        state = {"net": other.model, "opt": other.optimizer}
+        with held_blocks("model", "optimizer.state") as gate:
+            ckpt.restore(state, streaming=True, rename={"net": "model", "opt": "optimizer"})
+            assert other.optimizer.param_groups[0]["lr"] == torch.tensor(0.25)
+            gate.open()
+
+
 def test_shared_memory_for_different_values_is_an_error_at_the_end(ckpt: ck.Checkpointer) -> None:
     ckpt.save(1, {"a": torch.zeros(1000), "b": torch.ones(1000)})
     one = torch.full((1000,), 2.0)

@@ -59,7 +59,7 @@ class Delivery:
 
     placements, large: the tensors to be filled, and the buffers of large values by name. actions: what is to
     be called, in order; values are put into their holders as if they were all early. gates: in the order of
-    the forward.
+    the forward. soon: memory that is to be filled early, too.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Delivery:
         large: Mapping[int, tuple[str, np.ndarray[Any, Any]]],
         actions: Iterable[Callable[[], object]],
         gates: Iterable[Gate],
+        soon: Iterable[Memory],
         priority: Priority,
     ) -> None:
         self._plan = plan
@@ -80,13 +81,13 @@ class Delivery:
         )
         self._at_once: list[Callable[[], object]] = []
         self._at_last: list[Callable[[], object]] = []
-        early: list[Memory] = []
+        early: list[Memory] = list(soon)
         late: list[Memory] = []
         late_values: set[int] = set()
         for action in actions:
             if isinstance(action, Load):
-                soon, at_the_end, values = self._divide(action)
-                early += map(_place, soon)
+                first, at_the_end, values = self._divide(action)
+                early += map(_place, first)
                 late += map(_place, at_the_end)
                 late_values.update(values)
             else:
@@ -213,10 +214,12 @@ class Delivery:
         pieces: Sequence[tuple[float, Piece]],
         then: Then,
     ) -> Batch:
+        # The own shard may be called by its rank too.
+        names = {id(reader): shard for shard, reader in shards.items()}
         wanted: dict[Shard, list[Wanted]] = defaultdict(list)
         parcel_of: list[int] = []
         for order, shard, destination in straight:
-            wanted[shard].append(Wanted(destination, len(parcel_of), order))
+            wanted[names[id(shards[shard])]].append(Wanted(destination, len(parcel_of), order))
             parcel_of.append(self.parcels.at(destination.address))
         first = len(parcel_of)
         buffer = torch.from_numpy(np.empty(sum(_room(piece) for _, piece in pieces), np.uint8))
@@ -226,7 +229,7 @@ class Delivery:
             part = buffer[at : at + piece.nbytes]
             at += _room(piece)
             into = Destination(piece.start, piece.start + piece.nbytes, part.data_ptr())
-            wanted[piece.shard].append(Wanted(into, len(parcel_of), order))
+            wanted[names[id(shards[piece.shard])]].append(Wanted(into, len(parcel_of), order))
             parcel_of.append(self._parcel_of(piece))
             parts.append((piece, part))
 

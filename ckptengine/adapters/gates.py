@@ -79,6 +79,15 @@ def gates_of(roots: Iterable[nn.Module]) -> list[Gate]:
     return [gate for gate in gates if gate.memory]
 
 
+def touched_by_strangers(roots: Iterable[nn.Module]) -> list[Memory]:
+    """What may be used before any forward that can be held: the buffers, where there are other ranks. A DDP
+    around a module, which the state need not know of, sends them to all ranks before the module's forward.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    return [memory for root in roots for buffer in root.buffers() for memory in memory_of(buffer)]
+
+
 def memory_of_module(value: Any) -> list[Memory] | None:
     """All that a module needs; None if it is none."""
     return _whole(value, _managed_by_fsdp(value)).memory if isinstance(value, nn.Module) else None
@@ -196,8 +205,8 @@ def _is_compiled(module: nn.Module) -> bool:
 def _compiled_wrapper(module: nn.Module) -> nn.Module | None:
     """What `torch.compile(module)` has returned, which nothing but the caller knows of."""
     where: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if where is None:
-        return None
+    if where is None or all(backend is None for backend in where.cached_backends.values()):
+        return None  # Nothing was given to torch.compile; to look for what was takes 40 ms.
     # The module is in the wrapper's dict of modules, and that in the wrapper, or in its dict of attributes.
     for one in gc.get_referrers(module):
         if type(one) is dict and one.get("_orig_mod") is module:

@@ -46,9 +46,10 @@ class Load:
 
     @property
     def for_options(self) -> list[Placement]:
-        """The tensors among an optimizer's options, such as a learning rate."""
-        prefix = f"{self.name}.param_groups." if self.name else "param_groups."
-        return [one for one in self.placements if one.leaf.name.startswith(prefix)]
+        """The tensors among an optimizer's options, such as a learning rate. Not with large values."""
+        values = [value for group in self.get()["param_groups"] for value in group.values()]
+        found = {value.data_ptr() for value in values if isinstance(value, torch.Tensor)}
+        return [one for one in self.placements if one.start in found]
 
     def takes_options_early(self) -> bool:
         """Can the optimizer have its options (learning rate and the like) before the rest of its state? Not

@@ -19,6 +19,7 @@ from ckptengine.adapters.delivery import Delivery, Priority
 from ckptengine.adapters.gates import Gate
 from ckptengine.adapters.leaves import Leaf, leaves_of
 from ckptengine.adapters.matching import KEEP, Differences, Matcher, Outcome
+from ckptengine.adapters.parcels import Memory
 from ckptengine.adapters.placing import Placement, Plan, plan
 from ckptengine.adapters.rounds import Round
 from ckptengine.adapters.world import World
@@ -53,9 +54,9 @@ class Match:
     _placements: Sequence[Placement] = ()
     _large: Mapping[int, tuple[str, np.ndarray[Any, Any]]] = field(default_factory=dict)
 
-    def delivery(self, gates: Iterable[Gate], priority: Priority) -> Delivery:
+    def delivery(self, gates: Iterable[Gate], soon: Iterable[Memory], priority: Priority) -> Delivery:
         """For a read that goes on while training begins, instead of `rounds` and `apply`."""
-        return Delivery(self._plan, self._placements, self._large, self._actions, gates, priority)
+        return Delivery(self._plan, self._placements, self._large, self._actions, gates, soon, priority)
 
     def rounds(self, own: int = -1) -> Iterator[Round]:
         """What is to be read, of this rank's own shard and of those in which others store replicas for it.

@@ -17,6 +17,10 @@ def test_training_goes_on_as_after_a_full_restore(pair: Ranks, root: str, wrap: 
     pair.call(streaming_cases.training_goes_on_as_after_a_full_restore, root, wrap, state)
 
 
+def test_buffers_are_there_when_the_call_returns(pair: Ranks, root: str) -> None:
+    pair.call(streaming_cases.buffers_are_there_when_the_call_returns, root)
+
+
 @pytest.mark.parametrize("wrap", ["fsdp1, flat parameters", "fsdp2", "ddp"])
 def test_a_forward_and_a_backward_need_no_optimizer(pair: Ranks, root: str, wrap: str) -> None:
     pair.call(streaming_cases.a_forward_needs_no_optimizer, root, wrap)
@@ -43,7 +47,7 @@ def test_a_rank_that_is_killed_is_named(root: str, victim: int) -> None:
     with Ranks(2) as ranks:
         results = ranks.start(streaming_cases.a_killed_rank_is_named, root, victim).results()
     assert isinstance(results[victim].error, RankDied)
-    # Rank 0 keeps the store that the ranks talk over.
-    error = results[1].error if victim == 0 else results[0].value
+    error = results[1 - victim].value
     assert isinstance(error, ck.CheckpointError), results
+    # Rank 0 keeps the store that the ranks talk over.
     assert "cannot be reached" in str(error) if victim == 0 else error.rank == 1, error
