@@ -139,6 +139,11 @@ class TrainConfig:
         "seed them anew, from seed, rank and step, or take rank 0's on all",
         "checkpoints",
     )
+    streaming_restore: bool = _option(
+        False,
+        "begin to train while the state is still being read; the first optimizer step waits for all of it",
+        "checkpoints",
+    )
     commit_timeout_s: float = _option(
         300.0, "fail a save that is not committed by then", "checkpoints", "SECONDS"
     )

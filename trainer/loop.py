@@ -99,24 +99,35 @@ class Run:
         return float(loss.detach())
 
 
-def resume(run: Run, checkpointer: ck.Checkpointer, events: EventLog) -> None:
+def resume(run: Run, checkpointer: ck.Checkpointer, events: EventLog) -> ck.RestoreHandle | None:
     """Continue from the newest committed checkpoint; from scratch only where there is none.
 
+    Returns what is still under way, with `config.streaming_restore`; `resumed` tells of it when it has ended.
     Every other error ends the run: to start over because a checkpoint could not be read would hide it.
     """
     try:
-        info = checkpointer.restore(run.state, per_rank={"rng": RNG_POLICY[run.config.resize_rng]})
+        per_rank: dict[str, Any] = {"rng": RNG_POLICY[run.config.resize_rng]}
+        if run.config.streaming_restore:
+            handle = checkpointer.restore(run.state, per_rank=per_rank, streaming=True)
+            _resized(run, handle)
+            return handle
+        info = checkpointer.restore(run.state, per_rank=per_rank)
     except ck.CheckpointNotFoundError:
         logger.info("no checkpoint under %s: starting from scratch", run.config.root)
         events.write("scratch")
-        return
+        return None
+    _resized(run, info)
+    resumed(info, events)
+    return None
+
+
+def resumed(info: ck.RestoreInfo, events: EventLog) -> None:
+    """Tell of a restore."""
     for damaged in info.fell_back_from:
         logger.warning("step %d could not be restored and was passed over: %s", damaged.step, damaged.reason)
     logger.info(
         "resumed from step %d: %.1f MiB for this rank in %.3f s", info.step, info.nbytes / 2**20, info.seconds
     )
-    if info.world_size != run.world.size:
-        _resized(run, info)
     events.write(
         "resume",
         step=info.step,
@@ -129,9 +140,11 @@ def resume(run: Run, checkpointer: ck.Checkpointer, events: EventLog) -> None:
     )
 
 
-def _resized(run: Run, info: ck.RestoreInfo) -> None:
-    """Say that another number of ranks has saved this, and what becomes of their random generators."""
+def _resized(run: Run, info: ck.RestoreInfo | ck.RestoreHandle) -> None:
+    """Where another number of ranks has saved it, say so, and what becomes of their random generators."""
     config, world = run.config, run.world
+    if info.world_size == world.size:
+        return
     logger.info("step %d was saved by %d ranks, now there are %d", info.step, info.world_size, world.size)
     if config.resize_rng == "reseed":
         seed_everything(rank_seed(config.seed, world.rank, info.step))
@@ -161,9 +174,9 @@ def train(config: TrainConfig) -> None:
         commit_timeout_s=config.commit_timeout_s,
     )
     with ck.Checkpointer(config.root, config=engine) as checkpointer:
-        resume(run, checkpointer, events)
+        restoring = resume(run, checkpointer, events)
         saves = Saves(checkpointer, events)
-        _steps(run, saves, events, life)
+        _steps(run, saves, events, life, restoring)
         saves.finish()
     events.write("finish", step=run.step)
     if config.final_dir is not None:
@@ -175,7 +188,7 @@ def train(config: TrainConfig) -> None:
     leave(world)
 
 
-def _steps(run: Run, saves: Saves, events: EventLog, life: int) -> None:
+def _steps(run: Run, saves: Saves, events: EventLog, life: int, restoring: ck.RestoreHandle | None) -> None:
     config, world = run.config, run.world
     kill = None
     if config.kill_rank is not None and config.kill_step is not None:
@@ -184,6 +197,9 @@ def _steps(run: Run, saves: Saves, events: EventLog, life: int) -> None:
     since, tokens = time.perf_counter(), 0
     while run.step < config.steps:
         loss = run.train_step()
+        if restoring is not None:  # the step of the optimizer has waited for it
+            resumed(restoring.result(), events)
+            restoring = None
         step = run.step
         tokens += config.batch_size * config.seq_len
         events.write("step", step=step, loss=loss)
@@ -203,3 +219,5 @@ def _steps(run: Run, saves: Saves, events: EventLog, life: int) -> None:
                 saves.finish()
             events.write("kill", step=step)
             kill.strike()
+    if restoring is not None:  # it was of the last step
+        resumed(restoring.result(), events)

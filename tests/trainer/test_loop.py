@@ -45,8 +45,9 @@ def test_two_runs_of_one_seed_are_equal_and_of_another_are_not(tmp_path: Path) -
     assert first["parameters"] != trained(Run(config(tmp_path, seed=1), ALONE), 3)["parameters"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_restored_run_ends_like_an_uninterrupted_one(tmp_path: Path, tied: bool) -> None:
+def test_a_restored_run_ends_like_an_uninterrupted_one(tmp_path: Path, tied: bool, streaming: bool) -> None:
     whole = Run(config(tmp_path, tied_head=tied), ALONE)
     trained(whole, 3)
     with ck.Checkpointer(tmp_path) as checkpointer:
@@ -55,9 +56,9 @@ def test_a_restored_run_ends_like_an_uninterrupted_one(tmp_path: Path, tied: boo
         # Another seed, and steps of its own: nothing of what it had may be left.
         resumed = Run(config(tmp_path, tied_head=tied), ALONE)
         trained(resumed, 2)
-        assert checkpointer.restore(resumed.state).step == 3
-    assert resumed.step == 3
-    assert trained(resumed, 6) == expected
+        assert checkpointer.restore(resumed.state, streaming=streaming).step == 3  # type: ignore[call-overload]
+        assert resumed.step == 3
+        assert trained(resumed, 6) == expected
 
 
 @pytest.mark.parametrize("left_out", ["rng", "loader", "scheduler"])
@@ -74,13 +75,15 @@ def test_each_part_of_the_state_is_needed(tmp_path: Path, left_out: str) -> None
     assert trained(resumed, 6) != expected
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 def test_train_resumes_by_default_and_writes_what_happened(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: bool
 ) -> None:
     events = tmp_path / "events"
     caplog.set_level(logging.INFO, "trainer")
     train(config(tmp_path / "root", steps=3, events=str(events)))
-    train(config(tmp_path / "root", events=str(events), final_dir=str(tmp_path)))
+    more = {"events": str(events), "final_dir": str(tmp_path), "streaming_restore": streaming}
+    train(config(tmp_path / "root", **more))
     assert "starting from scratch" in caplog.text
     assert "resumed from step 3" in caplog.text
     kinds = [event["event"] for event in read_events(events)]
