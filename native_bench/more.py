@@ -45,6 +45,7 @@ class Part:
 
 PARTS = {
     "step-time": Part("What a save costs the training steps beside it", "step_time", 55, 400),
+    "streaming": Part("Training that begins while it is restored", "streaming_restore", 60, 400),
     "memory": Part("Memory", "memory", 110, 600),
     "codecs": Part("Compression", "codecs", 57, 300),
     "slow-device": Part("Compression on slow devices", "slow_device", 50, 300),

@@ -12,16 +12,14 @@ from native_bench.memory import growth
 from native_bench.slow_device import Device, Shard
 
 IN_A_SAMPLE = (pytest.mark.slow, pytest.mark.sample)
+SLOW_PARTS = ("step-time", "streaming", "codecs", "growth", "reshard", "exchange")
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "slow-device",
-        *(
-            pytest.param(name, marks=IN_A_SAMPLE)
-            for name in ("step-time", "codecs", "growth", "reshard", "exchange")
-        ),
+        *(pytest.param(name, marks=IN_A_SAMPLE) for name in SLOW_PARTS),
     ],
 )
 def test_every_part_comes_to_tables_and_targets(tmp_path: Path, name: str) -> None:
