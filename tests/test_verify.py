@@ -28,9 +28,9 @@ from ckptengine.read.plan import Destination
 from ckptengine.read.reader import read_shard
 from ckptengine.read.shards import open_header
 from ckptengine.storage.failures import storage_error
+from ckptengine.storage.passing import PassingReader
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockReader, ReadSource
-from ckptengine.testing.passing import PassingReader
 from ckptengine.verification import LEVELS, Level, VerifyReport, verify
 from tests.helpers.checkpoints import (
     RankContent,

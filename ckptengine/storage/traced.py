@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
+from ckptengine.storage.passing import PassingReader
 from ckptengine.storage.store import BlockReader, BlockWriter, Entry, ReadSource, Store
 from ckptengine.tracing import recorder
 from ckptengine.tracing.recorder import clock, span
@@ -106,19 +107,12 @@ class TracedWriter:
             self.inner.abort()
 
 
-class TracedReader:
+class TracedReader(PassingReader):
     """The `BlockReader` of a `TracedStore`."""
 
     def __init__(self, inner: BlockReader, file: str) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._file = file
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    def source(self, offset: int, nbytes: int) -> ReadSource:
-        return self.inner.source(offset, nbytes)
 
     def pread_into(self, offset: int, out: memoryview, source: ReadSource | None = None) -> ReadSource:
         began = clock()
@@ -145,12 +139,3 @@ class TracedReader:
         if trace is not None:
             args = {"file": self._file, "offset": offset, "bytes": nbytes, "way": found or "failed"}
             trace.add("read", "io", began, clock(), args)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def __enter__(self) -> TracedReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

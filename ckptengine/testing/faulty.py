@@ -27,8 +27,8 @@ from typing import Literal, TypeVar
 
 from ckptengine.errors import StorageError
 from ckptengine.storage.failures import storage_error
+from ckptengine.storage.passing import PassingReader
 from ckptengine.storage.store import BlockReader, BlockWriter, Entry, ReadSource, Store
-from ckptengine.testing.passing import PassingReader
 
 logger = logging.getLogger(__name__)
 

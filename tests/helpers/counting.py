@@ -8,9 +8,9 @@ import os
 import threading
 from collections import Counter
 
+from ckptengine.storage.passing import PassingReader
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockReader, Entry, ReadSource
-from ckptengine.testing.passing import PassingReader
 
 
 class CountingStore(PosixStore):

@@ -15,9 +15,9 @@ from ckptengine.format.shard import ShardHeader
 from ckptengine.read import reader
 from ckptengine.read.plan import Destination
 from ckptengine.read.reader import ReadStats, find_damage, read_shard
+from ckptengine.storage.passing import PassingReader
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import BlockReader, ReadSource
-from ckptengine.testing.passing import PassingReader
 from tests.helpers.checkpoints import RankContent, Tensor, flip, shard_bytes
 
 PAGE = 4096

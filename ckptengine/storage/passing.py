@@ -1,4 +1,4 @@
-"""A `BlockReader` that hands everything on: for stores that count, fail or delay, and change one method."""
+"""A `BlockReader` that hands everything on: for stores that trace, count, fail or delay what is asked."""
 
 from __future__ import annotations
 
