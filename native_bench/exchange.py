@@ -9,9 +9,7 @@ is compared.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptengine as ck
 from ckptengine import read_once
 from native_bench import page_cache
+from native_bench.rank_group import run_group
 from native_bench.sections import Section, Table
 from native_bench.targets import REPORTED, Target
 
@@ -52,25 +51,8 @@ def section(directory: Path, quick: bool) -> Section:
 
 def _group(work: Path, world: int, quick: bool) -> dict[str, list[float]]:
     """Let `world` processes save and restore. Returns their figures."""
-    command = [sys.executable, "-W", "ignore", "-m", "native_bench.exchange", str(work), str(world)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    log = work / f"{world}.log"
-    with log.open("wb") as out:
-        processes = [
-            subprocess.Popen([*command, str(rank), str(int(quick))], env=env, stdout=out, stderr=out)
-            for rank in range(world)
-        ]
-    try:
-        for process in processes:
-            process.wait(DEADLINE_S)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{world} ranks: {log.read_text(errors='replace').strip()[-500:]}")
-    found: dict[str, list[float]] = json.loads((work / f"{world}.json").read_text())
-    return found
+    arguments, results = [str(work), str(world)], work / f"{world}.json"
+    return run_group("native_bench.exchange", arguments, world, quick, results, DEADLINE_S)
 
 
 # --- in a rank -----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import ckptengine as ck
 from ckptengine.adapters.fsdp import TrainingState
 from native_bench import page_cache
+from native_bench.rank_group import run_group
 from native_bench.sections import Section, Table
 from native_bench.targets import REPORTED, Target
 
@@ -81,26 +81,8 @@ def section(directory: Path, quick: bool) -> Section:
 
 def _group(work: Path, task: str, world: int, quick: bool) -> dict[str, list[float]]:
     """Let `world` processes do it. Returns their figures."""
-    results = work / f"{task}-{world}.json"
-    command = [sys.executable, "-W", "ignore", "-m", "native_bench.reshard", str(work), task, str(world)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    log = work / f"{task}-{world}.log"
-    with log.open("wb") as out:
-        processes = [
-            subprocess.Popen([*command, str(rank), str(int(quick))], env=env, stdout=out, stderr=out)
-            for rank in range(world)
-        ]
-    try:
-        for process in processes:
-            process.wait(DEADLINE_S)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{task} by {world}: {log.read_text(errors='replace').strip()[-500:]}")
-    found: dict[str, list[float]] = json.loads(results.read_text()) if results.exists() else {}
-    return found
+    arguments, results = [str(work), task, str(world)], work / f"{task}-{world}.json"
+    return run_group("native_bench.reshard", arguments, world, quick, results, DEADLINE_S)
 
 
 # --- in a rank -----------------------------------------------------------------------------------
