@@ -37,6 +37,7 @@ FLOORS = {
     "read": 4,
     "adapters": 5,
     "interop": 5,
+    "candidates": 6,
     "checkpointer": 6,
     "handle": 6,
     "monitor": 6,
