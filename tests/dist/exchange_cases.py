@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -88,7 +89,9 @@ def same_host_again() -> None:
     read_once.host_id = kept.setdefault("host_id", read_once.host_id)
 
 
-def save(root: str, kind: str, steps: tuple[int, ...] = (1,), **options: Any) -> None:
+def save(
+    root: str, kind: str, steps: tuple[int, ...] = (1,), options: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     with checkpointer(root, **options) as ckpt:
         for step in steps:
             ckpt.save(step, STATES[kind](step))

@@ -6,6 +6,7 @@ Real gloo groups, through shared memory and, as if each rank were on a host of i
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import signal
 import time
@@ -90,8 +91,9 @@ def test_without_it_each_rank_reads_all_it_needs(four: Ranks, root: str) -> None
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_compressed_shards(pair: Ranks, root: str, channel: str) -> None:
     with through(pair, channel):
-        pair.call(exchange_cases.save, root, "ddp", (1,), timeout_s=60)
-        results = pair.call(exchange_cases.restore, root, "ddp", {**ON, "block_nbytes": 8192})
+        pair.call(exchange_cases.save, root, "ddp", (1,), {"codec": "zstd", "block_nbytes": 8192})
+        results = pair.call(exchange_cases.restore, root, "ddp", ON)
+    assert glob.glob(f"{root}/step-*/*/*.ckptz")
     assert all(info.exchange.used for info, _ in results)
 
 
