@@ -5,7 +5,7 @@ Nothing is assumed: a policy says it, for all of them or by name. Which values t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -97,11 +97,7 @@ class PerRankChoices:
         self._asked.update(own)
         choices = {self._policy.choice(name) for name in own}
         choices.update("drop" for name in names if name not in self._names and self._policy.drops(name))
-        if "error" in choices:
-            self.refused += [name for name in own if self._policy.choice(name) == "error"]
-            return True
-        if "drop" in choices:
-            self.dropped.append(path)
+        if self._kept(path, own, choices):
             return True
         self.from_rank0 += own
         return False
@@ -114,6 +110,11 @@ class PerRankChoices:
         names = self._some_ranks(path)
         choices = {self._policy.choice(name) for name in names}
         self._asked.update(names)
+        return self._kept(path, names, choices)
+
+    def _kept(self, path: str, names: Sequence[str], choices: Set[str]) -> bool:
+        """Whether the target's stays, by the policy's choices for what differs at `path`; notes what of it is
+        refused, or else that it is dropped."""
         if "error" in choices:
             self.refused += [name for name in names if self._policy.choice(name) == "error"]
             return True
