@@ -11,9 +11,15 @@ PAGE_NBYTES = 4096
 # Lustre's rules for a layout.
 STRIPE_QUANTUM = 64 << 10
 MAX_STRIPES = 2000
-MAX_GBPS = 1e6
+MIN_GBPS, MAX_GBPS = 1e-6, 1e6
 MAX_TIMEOUT_S = 1e9
 """What every wait takes: a system's own bound is some times that."""
+MAX_IO_THREADS = 1024
+"""More than any storage gains from; a mistyped number would use up the process's threads in a save."""
+MAX_ARENAS = 1024
+"""Each is a whole snapshot in memory: to let memory alone bind them, take this."""
+MAX_COUNT = (1 << 63) - 1
+"""What a message to the writer process carries; steps and sizes have the same bound."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,12 +40,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         the page cache has and by rates, told or measured.
     fabric_gbps: GB a second that one rank can receive from those of other hosts, over TCP while all do, for
         `exchange`. None: it is measured when needed.
-    io_threads: parallel block reads or writes per rank; a restore of raw shards has twice as many threads (no
-        more than CPUs where the page cache has them), a save of them half as many again.
+    io_threads: parallel block reads or writes per rank, at most 1024; a restore of raw shards has twice as
+        many threads (no more than CPUs where the page cache has them), a save of them half as many again.
     stripe_count: on Lustre, over how many OSTs each shard is striped: a number (-1: all), `"auto"` (by the
         shards' size, the number of ranks and of OSTs), or `"inherit"` (what the root's directory says).
     stripe_nbytes: on Lustre, the size of a stripe; a multiple of 64 KiB below 4 GiB.
-    max_arenas: snapshots held at once (2 lets one be taken while the last is still being written).
+    max_arenas: snapshots held at once, at most 1024 (2 lets one be taken while the last is being written).
     arena_budget_nbytes: bound on all arenas together; a save that needs more than is free waits. None:
         `max_arenas` is the only bound.
     keep_last, keep_every: retention, applied after each commit: keep the newest N steps, and every step
@@ -120,13 +126,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if self.on_error not in ("raise", "warn"):
             problems.append(f'on_error must be "raise" or "warn", not {self.on_error!r}')
-        for name in ("io_threads", "max_arenas"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, most in (("io_threads", MAX_IO_THREADS), ("max_arenas", MAX_ARENAS)):
+            if not 1 <= getattr(self, name) <= most:
+                problems.append(f"{name} must be in [1, {most}], not {getattr(self, name)}")
         for name in ("keep_last", "keep_every", "arena_budget_nbytes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                problems.append(f"{name} must be at least 1 or None, not {value}")
+            if value is not None and not 1 <= value <= MAX_COUNT:
+                problems.append(f"{name} must be in [1, 2^63) or None, not {value}")
         if not 0 <= self.retries <= 9:
             problems.append(f"retries must be in [0, 9], not {self.retries}")
         for name in ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s", "restore_timeout_s"):
@@ -137,8 +143,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             problems.append("trace must be a directory or None, not ''")
         for name in ("storage_gbps", "fabric_gbps"):
             value = getattr(self, name)
-            if value is not None and not 0 < value <= MAX_GBPS:
-                problems.append(f"{name} must be in (0, {MAX_GBPS:g}] or None, not {value}")
+            if value is not None and not MIN_GBPS <= value <= MAX_GBPS:
+                problems.append(f"{name} must be in [{MIN_GBPS:g}, {MAX_GBPS:g}] or None, not {value}")
         if problems:
             raise ValueError("; ".join(problems))
 

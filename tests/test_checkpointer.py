@@ -6,18 +6,21 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 
 import ckptengine as ck
@@ -145,6 +148,57 @@ def test_a_setting_of_another_type_is_refused_by_name(name: str) -> None:
             continue
         with pytest.raises(ValueError, match=rf"{name} must be "):
             ck.Config(**{name: value})
+
+
+NUMBERS = [
+    name
+    for name, kind in get_type_hints(ck.Config).items()
+    if {int, float} & {kind, *get_args(kind)} and kind is not bool
+]
+
+
+@given(st.sampled_from(NUMBERS), st.integers() | st.sampled_from([10**30, -(10**30), 1 << 63, 10**400]))
+@example("keep_last", 10**30)
+@example("max_arenas", 1 << 40)
+def test_a_number_of_any_size_is_taken_or_refused_at_once(name: str, value: int) -> None:
+    """And what is taken goes to the writer process whole."""
+    try:
+        config = ck.Config(**{name: value})
+    except ValueError as error:
+        assert re.match(rf"{name} must be .*, not {value}$", str(error)), error  # noqa: PT017
+    else:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ck.Config) == config
+
+
+def test_no_number_is_without_bound() -> None:
+    assert len(NUMBERS) == 16
+    for name in NUMBERS:
+        for value in (10**30, -(10**30)):
+            with pytest.raises(ValueError, match=rf"{name} must be .*, not {value}$"):
+                ck.Config(**{name: value})
+    with pytest.raises(ValueError, match=r"storage_gbps must be in \[1e-06, 1e\+06\] or None, not 5e-324"):
+        ck.Config(storage_gbps=5e-324)
+
+
+def test_a_job_works_at_the_upper_bounds(tmp_path: Path) -> None:
+    most = (1 << 63) - 1
+    config = ck.Config(
+        block_nbytes=4096,
+        io_threads=1024,
+        max_arenas=1024,
+        keep_last=most,
+        keep_every=most,
+        arena_budget_nbytes=most,
+        storage_gbps=1e6,
+        commit_timeout_s=1e9,
+        stall_timeout_s=1e9,
+    )
+    with ck.Checkpointer(tmp_path / "root", config=config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_at(step))
+        state, info = restored(ckpt)
+    assert info.step == 2
+    assert same(state, state_at(2))
 
 
 def test_all_wrong_settings_are_named_at_once() -> None:
