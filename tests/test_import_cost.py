@@ -55,6 +55,10 @@ def test_a_command_imports_only_what_it_needs(tmp_path: Path, args: list[str], w
     assert not found & without
 
 
+def test_the_version_needs_no_import_of_what_it_names() -> None:
+    assert not imported_by(RUN, "--version") & {"torch", "numpy", "rich", "nvidia_resiliency_ext"}
+
+
 def test_looking_at_a_trace_needs_no_torch(tmp_path: Path) -> None:
     trace = Recorder(str(tmp_path), 0, "trainer")
     trace.add("read", "io", 0, 1)

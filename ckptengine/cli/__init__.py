@@ -7,8 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ckptengine import __version__
-from ckptengine.cli import guard, render
+from ckptengine.cli import about, guard, render
 from ckptengine.cli.exit_codes import MEANINGS
 from ckptengine.cli.inspect_ import inspect_command
 from ckptengine.cli.list_ import list_command
@@ -30,14 +29,19 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        render.line(f"ckpt {__version__}")
+        about.show()
         raise typer.Exit
 
 
 def _about(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions at work here, whether the compiled helper is, and exit.",
+        ),
     ] = False,
 ) -> None:
     """Look into the checkpoints that ckptengine writes, and check that they are sound.

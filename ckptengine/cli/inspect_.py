@@ -26,9 +26,9 @@ def inspect_command(
         typer.Argument(help="A tensor's full name: show where it lies, and its statistics."),
     ] = None,
     pattern: Annotated[
-        str,
+        str | None,
         typer.Option("--filter", metavar="GLOB", help="Only tensors whose name matches: 'model.layers.*'."),
-    ] = "*",
+    ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -52,13 +52,26 @@ def inspect_command(
     from ckptengine.cli.contents import not_found, open_contents
     from ckptengine.storage.posix import PosixStore
 
+    ignored = (
+        {"--rank": rank is not None, "--no-stats": not statistics}
+        if fqn is None
+        else {"--filter": pattern is not None, "--limit": limit is not None}
+    )
+    for option, given in ignored.items():
+        if given:
+            when = "with the name of a tensor" if fqn is None else "without the name of a tensor"
+            raise typer.BadParameter(f"it means something only {when}", param_hint=option)
     store = PosixStore()
     layouts = striping.look(store, path) if fqn is None else {}
     contents = open_contents(store, path)
     if fqn is None:
         if limit is None:
             limit = 0 if as_json else _DEFAULT_LIMIT
-        names = [name for name in contents.tensors.names() if fnmatchcase(name, pattern)]
+        names = [
+            name
+            for name in contents.tensors.names()
+            if fnmatchcase(name, "*" if pattern is None else pattern)
+        ]
         show = inspect_whole.to_json if as_json else inspect_whole.show
         show(contents, names, limit or len(names), layouts)
         return exit_codes.GOOD

@@ -25,6 +25,7 @@ _COLUMNS = (
     render.Column("A SECOND", right=True),
 )
 _OF_SEVERAL = (5, 6)
+_LONGEST_S = 1e9
 
 
 def trace_command(
@@ -43,8 +44,9 @@ def trace_command(
     ] = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this rank; may be repeated.")] = None,
     start: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Only what begins so long after the first event.")
-    ] = 0.0,
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="Only what begins so long after the first event."),
+    ] = None,
     stop: Annotated[
         float | None,
         typer.Option(min=0, metavar="SECONDS", help="Only what begins before that much time has passed."),
@@ -62,15 +64,25 @@ def trace_command(
     from ckptengine.tracing.merge import align, window
     from ckptengine.tracing.totals import totals
 
+    start_us, stop_us = _microseconds(start, "--start"), _microseconds(stop, "--stop")
+    if stop_us is not None and stop_us <= (start_us or 0):
+        raise typer.BadParameter(
+            f"nothing can begin before {stop:g} s and not before {start or 0:g} s", param_hint="--stop"
+        )
     files = [read_trace(path) for path in find(paths)]
     if rank:
+        missing = sorted(set(rank) - {file.rank for file in files})
+        if missing:
+            raise typer.BadParameter(f"no trace is of rank {render.ranges(missing)}", param_hint="--rank")
         files = [file for file in files if file.rank in rank]
-        if not files:
-            raise typer.BadParameter(f"no trace is of rank {', '.join(map(str, rank))}", param_hint="--rank")
-    timeline = align(files)
-    if start or stop is not None:
-        stop_us = timeline.length_us + 1 if stop is None else round(min(stop, 1e9) * 1e6)
-        timeline = window(timeline, round(min(start, 1e9) * 1e6), stop_us)
+    whole = timeline = align(files)
+    if start_us is not None or stop_us is not None:
+        timeline = window(whole, start_us or 0, whole.length_us + 1 if stop_us is None else stop_us)
+        if not any(file.spans for file in timeline.files):
+            raise typer.BadParameter(
+                f"nothing begins between these times; the trace is {whole.length_us / 1e6:g} s long",
+                param_hint="--start, --stop",
+            )
     found = totals(timeline.files)
     if output is not None:
         _write_merged(timeline, output)
@@ -85,6 +97,14 @@ def trace_command(
             count = render.plural(file.dropped, "event")
             render.message(f"note: {render.clean(file.path)}: {count} not recorded, for lack of room")
     return exit_codes.GOOD
+
+
+def _microseconds(seconds: float | None, option: str) -> int | None:
+    if seconds is None:
+        return None
+    if not seconds >= 0:  # "nan" is a number to the parser, and passes its lower bound
+        raise typer.BadParameter("it must be a number of seconds", param_hint=option)
+    return round(min(seconds, _LONGEST_S) * 1e6)
 
 
 def _write_merged(timeline: Timeline, path: str) -> None:

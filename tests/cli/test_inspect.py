@@ -85,6 +85,20 @@ def test_filter_and_limit_choose_tensors(ckpt: Run, step: Path) -> None:
     assert "no tensor's name matches" in found.err
 
 
+@pytest.mark.parametrize("option", ["--rank 0", "--no-stats"])
+def test_an_option_for_one_tensor_is_not_ignored_without_one(ckpt: Run, step: Path, option: str) -> None:
+    found = ckpt("inspect", step, *option.split())
+    assert (found.code, found.out) == (2, "")
+    assert "only with the name of a tensor" in " ".join(found.err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("option", ["--filter *", "--limit 50"])
+def test_an_option_for_many_tensors_is_not_ignored_with_one(ckpt: Run, step: Path, option: str) -> None:
+    found = ckpt("inspect", step, "bias", *option.split())
+    assert (found.code, found.out) == (2, "")
+    assert "only without the name of a tensor" in " ".join(found.err.replace("│", " ").split())
+
+
 def test_many_tensors_are_cut_for_people_and_not_for_programs(ckpt: Run, tmp_path: Path) -> None:
     tensors = {f"t{i:03}": np.zeros(1, np.float32) for i in range(60)}
     step = write_checkpoint(tmp_path, 1, ranks=1, tensors=tensors)

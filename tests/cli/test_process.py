@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import pty
 import re
 import select
@@ -14,11 +15,14 @@ import subprocess
 import sys
 import termios
 import time
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ckptengine.cli import about
+from ckptengine.storage import streaming
 from tests.cli.conftest import SCRIPT, Outcome, Run
 from tests.helpers.checkpoints import RankContent, Tensor, flip, write_checkpoint
 
@@ -78,7 +82,7 @@ def test_exit_codes_of_the_installed_script(ckpt_process: Run, root: Path, tmp_p
 def test_help_and_version(ckpt_process: Run) -> None:
     from ckptengine import __version__
 
-    assert ckpt_process("--version").out == f"ckpt {__version__}\n"
+    assert ckpt_process("--version").out.startswith(f"ckpt {__version__}\npython ")
     for args in (["--help"], ["list", "-h"], ["inspect", "--help"], ["verify", "--help"]):
         found = ckpt_process(*args)
         assert (found.code, found.err) == (0, "")
@@ -88,6 +92,30 @@ def test_help_and_version(ckpt_process: Run) -> None:
             in text
         )
     assert "Usage" in ckpt_process().out + ckpt_process().err
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("", streaming.status if streaming.helper else f"not in use: {streaming.status}"),
+        ("off", "not in use: switched off by CKPTENGINE_STREAMING"),
+    ],
+)
+def test_the_version_says_what_is_at_work(ckpt_process: Run, choice: str, expected: str) -> None:
+    found = ckpt_process("--version", env={"CKPTENGINE_STREAMING": choice})
+    assert (found.code, found.err) == (0, "")
+    facts = dict(re.split(r"  +", line, maxsplit=1) for line in found.out.splitlines()[1:])
+    assert facts == {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "torch": metadata.version("torch"),
+        "nvidia-resiliency-ext": metadata.version("nvidia-resiliency-ext"),
+        "compiled helper": expected,
+    }
+
+
+def test_a_package_that_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatch, ckpt: Run) -> None:
+    monkeypatch.setattr(about, "DEPENDENCIES", ("no-such-package",))
+    assert "no-such-package  not installed\n" in ckpt("--version").out
 
 
 def test_a_progress_bar_is_shown_on_a_terminal_and_gone_at_the_end(large: Path) -> None:

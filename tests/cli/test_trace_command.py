@@ -58,8 +58,31 @@ def test_ranks_and_times_can_be_chosen(ckpt: Run, traces: Path) -> None:
     found = ckpt("trace", traces, "--json", "--rank", "1", "--start", "0.5", "--stop", "1.5").json
     assert {one["rank"] for one in found["processes"]} == {1}
     assert [one["count"] for one in found["totals"]] == [1, 1]
-    assert ckpt("trace", traces, "--rank", "7").code == 2
-    assert ckpt("trace", traces, "--start", "-1").code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--rank 7", "no trace is of rank 7"),
+        ("--rank 0 --rank 7 --rank 8", "no trace is of rank 7-8"),
+        ("--start -1", "-1"),
+        ("--start nan", "must be a number of seconds"),
+        ("--stop nan", "must be a number of seconds"),
+        ("--start 5 --stop 1", "nothing can begin before 1 s and not before 5 s"),
+        ("--stop 0", "nothing can begin before 0 s and not before 0 s"),
+        ("--start 2.5", "nothing begins between these times; the trace is 3 s long"),
+        ("--start inf", "nothing begins between these times"),
+    ],
+)
+def test_a_choice_of_nothing_is_wrong_usage(ckpt: Run, traces: Path, options: str, why: str) -> None:
+    found = ckpt("trace", traces, *options.split())
+    assert (found.code, found.out) == (2, "")
+    assert why in " ".join(found.err.replace("│", " ").split())
+
+
+def test_the_last_event_can_be_chosen(ckpt: Run, traces: Path) -> None:
+    found = ckpt("trace", traces, "--json", "--start", "2", "--stop", "inf").json
+    assert [(one["name"], one["count"]) for one in found["totals"]] == [("write", 2), ("write", 2)]
 
 
 def test_a_single_file_and_a_running_process_will_do(ckpt: Run, traces: Path) -> None:
