@@ -33,6 +33,7 @@ from ckptengine.read.plan import BlockRead
 from ckptengine.read.reader import ShardReader
 from ckptengine.reader_api import CheckpointReader, open_checkpoint
 from ckptengine.storage.posix import PosixStore
+from ckptengine.verification import verify
 from tests.helpers.checkpoints import (
     RankContent,
     Tensor,
@@ -408,6 +409,27 @@ def test_several_chunks_on_one_rank_are_one_tensor(tmp_path: Path) -> None:
         np.testing.assert_array_equal(first.numpy(), whole[3:6])
         np.testing.assert_array_equal(second.numpy(), whole[9:])
         assert c.load(rank=2)["w"] == ()
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_a_tensor_of_which_one_rank_has_all_and_the_others_nothing_is_whole(
+    tmp_path: Path, holder: int
+) -> None:
+    """As a DTensor of one row in Shard(0): the whole says nothing of chunks, and the empty ones do."""
+    whole = np.arange(6, dtype=np.float32).reshape(1, 6)
+
+    def content(rank: int, ranks: int) -> RankContent:
+        if rank == holder:
+            return RankContent([Tensor("w", whole)])
+        return RankContent([Tensor("w", whole[:0], Chunk((1, 6), (int(rank > holder), 0), (0, 6)))])
+
+    write_checkpoint(tmp_path, 1, ranks=3, content=content)
+    with open_checkpoint(tmp_path) as c:
+        np.testing.assert_array_equal(c.get_tensor("w").numpy(), whole)
+        np.testing.assert_array_equal(c.get_slice("w")[:, 2:5].numpy(), whole[:, 2:5])
+        np.testing.assert_array_equal(c.load()["model"]["w"].numpy(), whole)
+        assert c.get_tensor("w", rank=2).shape == (0, 6)
+    assert verify(tmp_path).ok
 
 
 def test_a_name_that_looks_like_a_part_is_a_name(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def is_ordinary(value: Any) -> bool:
 
 def extract(value: Any, *, in_place: bool = False) -> list[Local]:
     """The parts of a tensor on this rank: one, except for a `ShardedTensor` of which this rank has none or
-    several.
+    several, and for a `DTensor` scalar whose mesh this rank is not in: nothing of a scalar is no chunk of it.
 
     in_place: the parts are to be written to, so that they have to be the value's own memory. ValueError,
     without the tensor's name, for a tensor that cannot be stored.
@@ -130,7 +130,10 @@ def extract(value: Any, *, in_place: bool = False) -> list[Local]:
     if is_ordinary(value):
         return [Local(value)]
     if isinstance(value, DTensor):
-        local = _of_dtensor(value)
+        found = _of_dtensor(value)
+        if found is None:
+            return []
+        local = found
     elif isinstance(value, LocalChunk):
         local = _of_chunk(value)
     elif isinstance(value, ShardedTensor):
@@ -177,7 +180,7 @@ _NO_DISPATCH = (
 )
 
 
-def _of_dtensor(value: DTensor) -> Local:
+def _of_dtensor(value: DTensor) -> Local | None:
     placements = tuple(value.placements)
     strange = [p for p in placements if not (p.is_replicate() or p.is_partial() or hasattr(p, "dim"))]
     if strange:
@@ -186,6 +189,8 @@ def _of_dtensor(value: DTensor) -> Local:
         raise ValueError(
             "a DTensor with a partial placement, whose values are not reduced yet; redistribute it first"
         )
+    if not value.dim() and value.device_mesh.get_coordinate() is None:
+        return None
     with torch.no_grad():
         local = _checked(value.to_local())
     chunk = chunk_of_dtensor(tuple(value.shape), value.device_mesh, placements)

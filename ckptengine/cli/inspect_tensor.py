@@ -83,7 +83,8 @@ def show(contents: Contents, row: Row, described: Described | None) -> None:
     if described.statistics is None:
         render.message(f"no statistics: {described.reason}")
         return
-    if set(described.ranks) != row.ranks:
+    # Of chunks, several ranks may have the same, or nothing.
+    if set(described.ranks) != row.ranks and not any(piece.sharded for piece in row.pieces):
         render.message(
             f"each rank has values of its own: these are rank {described.ranks[0]}'s; --rank shows another's"
         )

@@ -69,8 +69,18 @@ def tensor_name(name: str, chunk: Chunk | None) -> str:
 
 
 def sharded_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """Those that are chunks of one global tensor; the others stand for themselves."""
-    return [piece for piece in pieces if piece.sharded]
+    """Those that are chunks of one global tensor; the others stand for themselves.
+
+    Where ranks say that theirs is a chunk, another's whole tensor of the same shape is one as well, which
+    happens to be all of it: of one row sharded over several ranks, the first has all and the others nothing.
+    """
+    pieces = list(pieces)
+    kinds = {_kind(piece) for piece in pieces if piece.sharded}
+    return [piece for piece in pieces if piece.sharded or _kind(piece) in kinds]
+
+
+def _kind(piece: Piece) -> tuple[object, ...]:
+    return piece.dtype, piece.chunk.global_shape, piece.chunk.flat_of
 
 
 def conflict(pieces: list[Piece]) -> str | None:

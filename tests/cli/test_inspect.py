@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptengine.format.geometry import Chunk
 from ckptengine.read import tensors
 from tests.cli.conftest import Run
 from tests.helpers.checkpoints import RankContent, Tensor, flip, write_checkpoint
@@ -151,6 +152,20 @@ def test_ranks_own_values_are_told_apart(ckpt: Run, step: Path) -> None:
     found = ckpt("inspect", step, "bias", "--rank", "1")
     assert found.code == 2
     assert "rank 1 holds nothing" in found.err
+
+
+def test_what_one_rank_has_alone_of_a_sharded_tensor_is_no_value_of_its_own(
+    ckpt: Run, tmp_path: Path
+) -> None:
+    row = np.arange(6, dtype=np.float32).reshape(1, 6)
+
+    def content(rank: int, ranks: int) -> RankContent:
+        chunk = None if rank == 0 else Chunk((1, 6), (1, 0), (0, 6))
+        return RankContent([Tensor("w", row if rank == 0 else row[:0], chunk)])
+
+    found = ckpt("inspect", write_checkpoint(tmp_path, 1, ranks=3, content=content), "w")
+    assert "of its own" not in found.err
+    assert ckpt("inspect", tmp_path, "w", "--json").json["statistics"]["count"] == 6
 
 
 def test_a_view_names_its_base(ckpt: Run, step: Path) -> None:

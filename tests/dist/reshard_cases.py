@@ -62,6 +62,12 @@ def _plane() -> DeviceMesh:
     return init_device_mesh("cpu", (rows, size() // rows), mesh_dim_names=("a", "b"))
 
 
+@cache
+def _half() -> DeviceMesh:
+    """Without rank 0, which has nothing of what is on it."""
+    return DeviceMesh("cpu", list(range(size() // 2, size())))
+
+
 def _distributed(mesh: Callable[[], DeviceMesh], *placements: Placement) -> Callable[[torch.Tensor], Any]:
     def make(tensor: torch.Tensor) -> Any:
         fitting = [
@@ -96,6 +102,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "tensor parallel": _distributed(_plane, Shard(0), Shard(1)),
     "twice": _distributed(_plane, Shard(0), Shard(0)),
     "sharded tensor": _sharded,
+    "not on all ranks": _distributed(_half, Shard(0)),
 }
 
 
@@ -103,6 +110,19 @@ def save_layout(root: str, layout: str, step: int) -> None:
     state = {name: LAYOUTS[layout](full(name)) for name in SHAPES}
     with checkpointer(root) as ckpt:
         ckpt.save(step, {"w": state, "epoch": 3})
+
+
+def wrong_for_a_reader(root: str, step: int) -> list[str]:
+    """What one process does not see as it was saved."""
+    path = f"{root}/{step_dirname(step)}"
+    wrong = [f"damage: {damage}" for damage in ck.verify(path).damages]
+    with ck.open_checkpoint(path) as whole:
+        state = whole.load()["w"]
+        for name in SHAPES:
+            for found in (whole.get_tensor(f"w.{name}"), whole.get_slice(f"w.{name}")[...], state[name]):
+                if bits(found) != bits(full(name)):
+                    wrong.append(name)
+    return wrong
 
 
 def restore_layouts(root: str, step: int, first: int) -> list[str]:

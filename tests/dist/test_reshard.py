@@ -39,9 +39,11 @@ WORLDS = [*FEW, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)]
 def test_tensors_of_any_layout_become_any_other(
     groups: dict[int, Ranks], root: str, saved_by: int, restored_by: int
 ) -> None:
-    """Of each layout, into every third; all pairs of layouts come up in one or the other world."""
+    """Of each layout, into every third; all pairs of layouts come up in one or the other world. Whole, for who is no
+    rank."""
     for step, layout in enumerate(reshard_cases.LAYOUTS):
         groups[saved_by].call(reshard_cases.save_layout, root, layout, step)
+        assert reshard_cases.wrong_for_a_reader(root, step) == [], layout
         third = (step + saved_by + 2 * restored_by) % 3
         wrong = groups[restored_by].call(reshard_cases.restore_layouts, root, step, third)
         assert wrong == [[]] * restored_by, layout
