@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from native_bench import more, sections
 from native_bench.memory import growth
 from native_bench.slow_device import Device, Shard
 
+ROOT = Path(__file__).parents[2]
 IN_A_SAMPLE = (pytest.mark.slow, pytest.mark.sample)
 SLOW_PARTS = ("step-time", "streaming", "codecs", "growth", "reshard", "exchange")
 
@@ -100,3 +103,12 @@ def test_other_files_are_no_sections(tmp_path: Path) -> None:
     (tmp_path / "growth.json").write_text("[]")
     with pytest.raises(ValueError, match=r"growth\.json is no section"):
         more.found(tmp_path)
+
+
+def test_programs_that_need_torch_start_without_its_warnings() -> None:
+    script = "import warnings; from native_bench import growth; warnings.warn('mine')"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "pynvml" not in done.stderr
+    assert "mine" in done.stderr
