@@ -83,11 +83,11 @@ $(BENCH_STAMP): $(STAMP)
 	@touch $@
 
 .PHONY: bench
-bench: $(BENCH_STAMP) ## measure everything, beside limits and peers (half an hour, 8 GiB of disk, 20 GiB of memory)
+bench: $(BENCH_STAMP) ## measure everything, beside limits and peers (three quarters of an hour, 8 GiB of disk, 20 GiB of memory)
 	@$(BENCH_VENV)/bin/python -m native_bench run --dir $(BENCH_DIR) $(BENCH_ARGS)
 
 .PHONY: bench-report
-bench-report: $(BENCH_STAMP) ## put the last `make bench` into docs/benchmarks.md and README.md
+bench-report: $(BENCH_STAMP) ## put the last `make bench` into docs/benchmarks.md, README.md and the baseline of bench-guard
 	@$(BENCH_VENV)/bin/python -m native_bench report bench-results/results.json
 
 .PHONY: bench-quick

@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from native_bench import cases, guard, more, plots, readme, report, results, runner
-from native_bench.peers import BASE, MEASURED_ELSEWHERE, SYSTEMS
+from native_bench.explained import DOCUMENT as EXPLAINED
+from native_bench.peers import BASE, SYSTEMS, make
 from native_bench.results import Results
 
 DOCUMENT = Path("docs/benchmarks.md")
 README = Path("README.md")
-ALL = tuple(name for name in SYSTEMS if name not in MEASURED_ELSEWHERE)
+ALL = tuple(SYSTEMS)
 IMAGES = Path("docs/img")
+QUIET_S = 5.0
+"""Of all that is done in so many seconds, one line tells."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,10 +58,21 @@ def main(arguments: list[str] | None = None) -> int:
     show.add_argument(
         "--readme", type=Path, help=f"where the first figures go, too (default: {README}, with {DOCUMENT})"
     )
+    show.add_argument(
+        "--baseline",
+        type=Path,
+        help="what the guard holds the engine against from now on (default: native_bench/"
+        f"{guard.BASELINE.name}, with {DOCUMENT})",
+    )
     show.set_defaults(do=_report)
 
     watch = commands.add_parser("guard", help="fail if the engine fell more than 25 %% behind the limit")
-    watch.add_argument("--update", action="store_true", help="measure and write the baseline")
+    watch.add_argument(
+        "--from",
+        dest="results",
+        type=Path,
+        help="the results.json of a whole run: write the baseline out of it",
+    )
     watch.add_argument("--baseline", type=Path, default=guard.BASELINE)
     watch.add_argument("--rounds", type=_count, default=5)
     watch.add_argument("--dir", type=Path, default=Path("."))
@@ -81,23 +96,35 @@ def _run(given: argparse.Namespace) -> int:
     parts = _parts(given)
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / "results.json"
-    measured = _before(given, plan, path)
+    measured = _before(given, plan, parts, path)
     known = measured.errors
     errors: list[str] = []
+    keep = partial(results.write, measured, str(path))
+    ready = False
     try:
         with runner.orderly_end(), _progress(runner.steps(plan) + _steps(parts)) as (say, advance):
             if plan.cases:
-                runner.run(plan, measured, say, advance, keep=lambda: results.write(measured, str(path)))
+                runner.run(plan, measured, say, advance, keep)
                 errors += [error for error in measured.errors if error not in known]
             for name in parts:
+                ready = True
+                advance(f"{name}: {more.PARTS[name].title}")
                 section = more.run(name, given.dir, given.out / f"{name}.json", quick=given.quick, say=say)
                 errors += [f"{name}: {section.error}"] if section.error else []
-                for _ in range(_steps([name])):
-                    advance()
+                measured.unfinished.remove(name)
+                keep()
+                for _ in range(_steps([name]) - 1):
+                    advance("")
+    except BaseException as exc:
+        runner.cut_short(measured, exc)
+        if measured.cases or ready:
+            keep()
+        raise
     finally:
-        if measured.cases or parts:
+        if measured.cases or ready:
             images = {name: image.name for name, image in plots.draw(measured, given.out).items()}
-            text = report.render(measured, images=images, sections=more.found(given.out))
+            explained = str(_relative(DOCUMENT.parent / EXPLAINED, given.out))
+            text = report.render(measured, images=images, sections=more.found(given.out), explained=explained)
             (given.out / "report.md").write_text(text)
             print(f"{given.out / 'report.md'} written", file=sys.stderr)
     for error in errors:
@@ -106,19 +133,25 @@ def _run(given: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
-def _before(given: argparse.Namespace, plan: runner.Plan, path: Path) -> Results:
+def _before(given: argparse.Namespace, plan: runner.Plan, parts: Sequence[str], path: Path) -> Results:
     """What there is to go on with: nothing, or what an earlier run has measured that this one does not."""
     measured = runner.new_results(plan.mode)
+    names = [*(case.name for case in plan.cases), *parts]
     if path.exists() and (given.add or not plan.cases):
         earlier = results.read(str(path))
-        again = {case.name for case in plan.cases}
+        left = [name for name in earlier.unfinished if name not in names]
+        if plan.cases:
+            measured.cases = [case for case in earlier.cases if case.case.name not in names]
+            measured.seconds = earlier.seconds
+        else:
+            measured = earlier
+        measured.cut_short = earlier.cut_short if left else None
+        measured.interrupted = earlier.interrupted and bool(left)
+        measured.unfinished = names + left
+    else:
+        measured.unfinished = names
         if not plan.cases:
-            return earlier
-        measured.cases = [case for case in earlier.cases if case.case.name not in again]
-        measured.seconds = earlier.seconds
-    elif not plan.cases:
-        runner.describe(measured, given.dir)
-        results.write(measured, str(path))
+            runner.describe(measured, given.dir)
     return measured
 
 
@@ -126,12 +159,18 @@ def _report(given: argparse.Namespace) -> int:
     measured = results.read(str(given.results))
     sections = more.found(given.results.parent)
     if str(given.document) == "-":
-        print(report.render(measured, sections=sections), end="")
+        print(report.render(measured, sections=sections, explained=EXPLAINED), end="")
         return 0
+    # First, as it may be refused: the document says which run the guard goes by.
+    baseline = given.baseline or (guard.BASELINE if given.document == DOCUMENT else None)
+    if baseline is not None:
+        _write_baseline(measured, baseline)
     drawn = plots.draw(measured, given.images)
     given.document.parent.mkdir(parents=True, exist_ok=True)
     images = {name: str(_relative(path, given.document.parent)) for name, path in drawn.items()}
-    report.update(given.document, report.render(measured, images=images, sections=sections))
+    explained = str(_relative(DOCUMENT.parent / EXPLAINED, given.document.parent))
+    text = report.render(measured, images=images, sections=sections, explained=explained)
+    report.update(given.document, text)
     print(f"{given.document} written", file=sys.stderr)
     page = given.readme or (README if given.document == DOCUMENT else None)
     if page is not None:
@@ -140,7 +179,15 @@ def _report(given: argparse.Namespace) -> int:
     return 0
 
 
+def _write_baseline(measured: Results, path: Path) -> None:
+    written = guard.write(measured, path)
+    print(f"{path} written: {len(written.ratios)} ratios of the run of {written.started}", file=sys.stderr)
+
+
 def _guard(given: argparse.Namespace) -> int:
+    if given.results is not None:
+        _write_baseline(results.read(str(given.results)), given.baseline)
+        return 0
     table = cases.QUICK if given.quick else cases.FULL
     plan = runner.Plan(
         mode="quick" if given.quick else "full",
@@ -160,10 +207,6 @@ def _guard(given: argparse.Namespace) -> int:
             raise ValueError(f"without the native limits there is nothing to compare with: {missing[0]}")
         return measured
 
-    if given.update:
-        written = guard.write(measure(), given.baseline)
-        print(f"{given.baseline} written: {len(written.ratios)} ratios", file=sys.stderr)
-        return 0
     fell = guard.check(measure, guard.read(given.baseline), print)
     if fell:
         print(f"the engine fell behind: {guard.describe(fell)}", file=sys.stderr)
@@ -176,6 +219,8 @@ def _plan(given: argparse.Namespace) -> runner.Plan:
     systems = given.systems or (BASE if given.base else ALL)
     if unknown := [name for name in systems if name not in SYSTEMS and ":" not in name]:
         raise ValueError(f"unknown system {unknown[0]!r}; there are {', '.join(SYSTEMS)}")
+    for name in systems:
+        make(name)  # or say what is wrong with it, before anything is measured
     known = [*(case.name for case in table), *more.PARTS]
     names = given.cases or known
     if unknown := [name for name in names if name not in known]:
@@ -202,7 +247,7 @@ def _parts(given: argparse.Namespace) -> list[str]:
 
 def _steps(parts: Iterable[str]) -> int:
     """In turns of a system, of some seconds each."""
-    return sum(round(more.PARTS[name].typical_s / 5) for name in parts)
+    return sum(max(1, round(more.PARTS[name].typical_s / 5)) for name in parts)
 
 
 def _measure(plan: runner.Plan, into: Results) -> Results:
@@ -212,27 +257,18 @@ def _measure(plan: runner.Plan, into: Results) -> Results:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """A bar on a terminal; else one line per event, with the seconds since the start."""
+def _progress(total: int) -> Iterator[tuple[runner.Report, runner.Report]]:
+    """Two to be called with words: with what has happened, and, for each of `total` steps, with what comes
+    next. A bar on a terminal; else lines, with the seconds since the start."""
     start = time.monotonic()
     if not sys.stderr.isatty():
-        yield (
-            lambda text: print(f"{time.monotonic() - start:5.0f} s  {text}", file=sys.stderr, flush=True),
-            lambda: None,
-        )
+        yield _lines(total, start)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("about"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=300) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("starting", total=total)
 
         def say(text: str) -> None:
@@ -240,7 +276,29 @@ def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], 
             if "failed" in text or "skipped" in text:
                 bar.console.print(text, markup=False)
 
-        yield say, lambda: bar.advance(task)
+        def advance(text: str) -> None:
+            bar.advance(task)
+            if text:
+                bar.update(task, description=text[:60])
+
+        yield say, advance
+
+
+def _lines(total: int, start: float) -> tuple[runner.Report, runner.Report]:
+    done, last = 0, -QUIET_S
+
+    def say(text: str) -> None:
+        nonlocal last
+        last = time.monotonic() - start
+        print(f"{last:5.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def advance(text: str) -> None:
+        nonlocal done
+        done += 1
+        if text and time.monotonic() - start - last >= QUIET_S:
+            say(f"{done}/{total}  {text}")
+
+    return say, advance
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -9,36 +9,52 @@ from pathlib import Path
 
 import msgspec
 
-from native_bench.results import Results
+from native_bench.results import NATIVE, Results
 from native_bench.targets import limit_of, memcpy_of
 
 BASELINE = Path(__file__).with_name("baseline.json")
 TOLERANCE = 0.25
 
-SYSTEMS = ("engine", "raw")
-CASES = ("large", "small")
+SYSTEMS = ("engine", "engine-sync", "engine-overlap")
+CASES = ("large", "small", "two-ranks")
 
 Measure = Callable[[], Results]
 
 
 class Baseline(msgspec.Struct, kw_only=True):
-    """ratios: `case.figure` → limit's seconds by the engine's, so higher is better."""
+    """started: of the run whose figures these are; docs/benchmarks.md says the same of its tables. ratios:
+    `case.figure` → limit's seconds by the engine's, so higher is better."""
 
+    started: str
     machine: str
     ratios: dict[str, float]
 
 
 def ratios(results: Results) -> dict[str, float]:
-    """Of every case: save and cold restore against the storage's limit, hot restore against memcpy. Not
-    stalls: those of small states are too short to compare across minutes."""
+    """Of every case: saves, blocking and not, and cold restore against the storage's limit; hot restore and
+    stall against memcpy.
+
+    Stalls only of large tensors, as those of small ones have too little of a copy in them; of overlapping
+    saves that of one rank, as ranks that start a copy on few cores wait for each other now and then.
+    """
     found = {}
     for case in results.cases:
         copy = memcpy_of(case)
-        for figure in ("save_s", "restore_cold_s", "restore_hot_s"):
-            limit = copy if figure == "restore_hot_s" else limit_of(case, figure)
-            engine = case.median("engine", figure)
+        write, read = limit_of(case, "save_s"), limit_of(case, "restore_cold_s")
+        of = [
+            ("save", "engine-sync", "save_s", write),
+            ("async_save", "engine", "save_s", write),
+            ("restore_cold", "engine", "restore_cold_s", read),
+            ("restore_hot", "engine", "restore_hot_s", copy),
+        ]
+        if case.case.kind == "model":
+            of.append(("stall", "engine", "stall_s", copy))
+            if case.case.world_size == 1:
+                of.append(("stall_overlap", "engine-overlap", "stall_s", copy))
+        for name, system, figure, limit in of:
+            engine = case.median(system, figure)
             if limit is not None and engine:
-                found[f"{case.case.name}.{figure.removesuffix('_s')}"] = limit[1] / engine
+                found[f"{case.case.name}.{name}"] = limit[1] / engine
     return found
 
 
@@ -80,12 +96,32 @@ def read(path: Path = BASELINE) -> Baseline:
         raise ValueError(f"{path} is no baseline: {exc}") from exc
 
 
-def write(results: Results, path: Path = BASELINE) -> Baseline:
+def baseline_of(results: Results) -> Baseline:
+    """Of a whole run at full size. Raises ValueError if it is none, and says what it lacks."""
+    finished = {case.case.name for case in results.cases} - set(results.unfinished)
+    if results.mode != "full":
+        raise ValueError(
+            f"a {results.mode} run is no baseline: its sizes are not those that the guard measures"
+        )
+    if missing := [name for name in CASES if name not in finished]:
+        raise ValueError(f"no baseline without the case{'s' * (len(missing) > 1)} {', '.join(missing)}")
+    if lacking := [case.case.name for case in results.cases if case.find(NATIVE) is None]:
+        raise ValueError(f"no baseline without the native limits, which {', '.join(lacking)} has not")
     machine = results.machine
     mount = machine.get("mount") or {}
-    baseline = Baseline(
+    return Baseline(
+        started=results.started,
         machine=f"{machine.get('cores', os.cpu_count())} cores, {mount.get('file_system')}",
-        ratios={name: round(value, 3) for name, value in sorted(ratios(results).items())},
+        ratios={
+            name: round(value, 3)
+            for name, value in sorted(ratios(results).items())
+            if name.partition(".")[0] in CASES
+        },
     )
+
+
+def write(results: Results, path: Path = BASELINE) -> Baseline:
+    """Raises ValueError as `baseline_of`; then what is there stays."""
+    baseline = baseline_of(results)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(baseline), indent=2) + b"\n")
     return baseline

@@ -30,6 +30,8 @@ Say = Callable[[str], None]
 
 LAST_WORDS_CHARS = 300
 END_S = 10.0
+TELL_S = 10.0
+"""A part says nothing by itself while it measures."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -78,7 +80,9 @@ def run(name: str, directory: Path, path: Path, *, quick: bool, say: Say = lambd
     )
     problem = ""
     try:
-        _, said = process.communicate(timeout=part.deadline_s)
+        said = _wait(
+            process, part, lambda seconds: say(f"{name}: {seconds:.0f} of about {part.typical_s:.0f} s")
+        )
         if process.returncode:
             lines = said.strip().splitlines() or [f"exit status {process.returncode}"]
             problem = lines[-1][:LAST_WORDS_CHARS]
@@ -90,6 +94,19 @@ def run(name: str, directory: Path, path: Path, *, quick: bool, say: Say = lambd
         sections.write(Section(name=name, title=part.title, error=problem, started=_now()), path)
         say(f"{name} failed: {problem}")
     return sections.read(path)
+
+
+def _wait(process: subprocess.Popen[str], part: Part, tell: Callable[[float], None]) -> str:
+    """What it says on stderr, when it has ended. Raises TimeoutExpired at its deadline."""
+    start = time.monotonic()
+    while True:
+        left = part.deadline_s - (time.monotonic() - start)
+        try:
+            return process.communicate(timeout=min(TELL_S, left))[1]
+        except subprocess.TimeoutExpired:
+            if left <= TELL_S:
+                raise
+            tell(time.monotonic() - start)
 
 
 def measure(name: str, directory: Path, *, quick: bool) -> Section:

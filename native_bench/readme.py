@@ -55,8 +55,8 @@ def figures(document: str) -> str:
     told = (
         f"Seconds, medians of one run ({where}; {day[1] if day else 'no date'}). The page cache is dropped "
         "before a cold restore, and the\nlimit is explained where the rest is. "
-        "`make bench && make bench-report` measures your machine (half an hour, 20 GiB of memory)\n"
-        "and renews these lines. All systems, how it was measured, and all targets, met and missed: "
+        "`make bench && make bench-report` measures your machine (three quarters of an hour, 20 GiB of\n"
+        "memory) and renews these lines. All systems, how it was measured, and all targets, met and missed: "
         "[docs/benchmarks.md](docs/benchmarks.md)."
     )
     if any("(aliases)" in part for part in parts):

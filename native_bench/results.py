@@ -73,7 +73,11 @@ class CaseResult(msgspec.Struct, kw_only=True):
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """A whole run. machine: `native_bench.condition`'s words. mode: `"full"` or `"quick"`."""
+    """A whole run. machine: `native_bench.condition`'s words. mode: `"full"` or `"quick"`.
+
+    unfinished: cases and parts that were to be measured, and were not or not wholly. cut_short: why.
+    interrupted: by a signal.
+    """
 
     format: int = FORMAT
     mode: str
@@ -82,7 +86,13 @@ class Results(msgspec.Struct, kw_only=True):
     machine: dict[str, Any] = {}
     versions: dict[str, str] = {}
     cases: list[CaseResult] = []
+    unfinished: list[str] = []
+    cut_short: str | None = None
     interrupted: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return not self.interrupted and not self.unfinished
 
     def case(self, name: str) -> CaseResult | None:
         return next((result for result in self.cases if result.case.name == name), None)
@@ -158,6 +168,11 @@ def _problems(results: Results) -> Iterator[str]:
         for name in ("nbytes", "tensors"):
             if getattr(case, name) <= 0:
                 yield f"{getattr(case, name)} is not above 0 - at `$.cases[{i}].{name}`"
+        for name in ("world_size", "count"):
+            if getattr(case.case, name) <= 0:
+                yield f"{getattr(case.case, name)} is not above 0 - at `$.cases[{i}].case.{name}`"
+        if case.case.nbytes < 0:
+            yield f"{case.case.nbytes} is not 0 or more - at `$.cases[{i}].case.nbytes`"
         for j, system in enumerate(case.systems):
             at = f"$.cases[{i}].systems[{j}].samples"
             for figure, values in system.samples.items():

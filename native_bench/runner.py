@@ -45,7 +45,7 @@ VERSIONS = (
     "numpy",
 )
 
-EXPENDABLE = ("engine-zstd", "engine-auto", "engine-sync", "engine-overlap")
+EXPENDABLE = ("engine-sync", "engine-overlap")
 """Systems that keep memory between two saves, in the order in which they are left out where it is short."""
 
 WORKER_NBYTES = 144 << 20
@@ -85,30 +85,45 @@ def run(
     plan: Plan,
     results: Results,
     say: Report,
-    advance: Callable[[], None] = lambda: None,
+    advance: Report = lambda text: None,
     keep: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill `results`, case by case; `keep` is called after each, and whenever it ends. Whatever happens,
-    processes are ended and files removed before it returns."""
+    processes are ended and files removed before it returns.
+
+    say: told what has happened. advance: told what comes next, once for each of `steps`; nothing if there is
+    nothing to do in that step.
+    """
     start = time.monotonic() - results.seconds
     describe(results, plan.directory)
+    results.unfinished += [case.name for case in plan.cases if case.name not in results.unfinished]
     try:
         with orderly_end():
             tuned: dict[tuple[str, str], Tuned] = {}
             with Nursery() as nursery:
                 for case in plan.cases:
                     with work_directory(case, plan.directory) as directory:
+                        if plan.limits and not tuned:
+                            say("building the native programs, if they are not there")
                         limits = Limits(case, directory, tuned) if plan.limits else None
                         _Bench(plan, case, directory, results, say, advance, nursery, limits).run()
+                    results.unfinished.remove(case.name)
                     results.seconds = time.monotonic() - start
                     keep()
-    except KeyboardInterrupt:
-        results.interrupted = True
+    except BaseException as exc:
+        cut_short(results, exc)
         raise
     finally:
         results.seconds = time.monotonic() - start
         if results.cases:
             keep()
+
+
+def cut_short(results: Results, cause: BaseException) -> None:
+    """Put down why there will be no more."""
+    results.interrupted = isinstance(cause, KeyboardInterrupt)
+    reason = "interrupted" if results.interrupted else str(cause) or type(cause).__name__
+    results.cut_short = f"{reason}, in `{results.unfinished[0]}`" if results.unfinished else reason
 
 
 def describe(results: Results, directory: Path) -> None:
@@ -122,7 +137,7 @@ def new_results(mode: str) -> Results:
 
 
 def steps(plan: Plan) -> int:
-    """How often `advance` is called at most."""
+    """How often `advance` is called."""
     return sum((plan.rounds + 1) * (sum(map(case.takes, plan.systems)) + plan.limits) for case in plan.cases)
 
 
@@ -136,7 +151,7 @@ class _Bench:
         directory: Path,
         results: Results,
         say: Report,
-        advance: Callable[[], None],
+        advance: Report,
         nursery: Nursery,
         limits: Limits | None,
     ) -> None:
@@ -150,7 +165,7 @@ class _Bench:
             directory=str(plan.directory if case.place == "disk" else directory.parent),
             file_system=mount_of(directory.resolve()).file_system,
         )
-        results.cases.append(self.result)
+        self.results = results
         self.extents = [layout.extent for layout in layouts]
         self.memories: list[tuple[int, int]] = []
         self.teams: dict[str, Team] = {}
@@ -167,6 +182,7 @@ class _Bench:
         wanted = [name for name in self.plan.systems if self.case.takes(name)]
         wanted = self._that_fit(wanted)
         check_space(self.directory, self.result.nbytes, self.case)
+        self.results.cases.append(self.result)
         self.say(f"{self.case.title}: starting {len(wanted)} systems in {self.directory}")
         with contextlib.ExitStack() as stack:
             stack.push(self._close)
@@ -186,12 +202,15 @@ class _Bench:
                 self.round = number
                 shift = (self.round - 1) * max(1, len(names) // self.plan.rounds)
                 for name in names[shift % len(names) :] + names[: shift % len(names)]:
-                    if self._due(name):
+                    due = self._due(name)
+                    self.advance(
+                        f"{self.case.name}: round {number} of {self.plan.rounds}, {name}" if due else ""
+                    )
+                    if due:
                         began = time.monotonic()
                         self._turn(name)
                         self.last_round[name] = time.monotonic() - began
                         self._record(name, {"turn_s": self.last_round[name]})
-                    self.advance()
                 self.say(f"{self.case.name}: round {self.round} of {self.plan.rounds} done")
             if NATIVE in self.systems and self.limits is not None:
                 self.systems[NATIVE].how = self.limits.how
@@ -218,6 +237,7 @@ class _Bench:
     def _add_limits(self) -> None:
         if self.limits is None:
             return
+        self.advance(f"{self.case.name}: the native programs' fastest settings")
         if self.limits.missing:
             self.result.skipped[NATIVE] = self.limits.missing
         else:
@@ -228,23 +248,21 @@ class _Bench:
                 self.limits.prepare(self.result.nbytes)
             except LimitError as exc:
                 self._fail(NATIVE, str(exc))
-        self.advance()
 
     def _begin(self, name: str) -> None:
         """Wait for a system's workers, and let them do everything once, untimed."""
+        self.advance(f"{self.case.name}: {name} begins, untimed")
         team = self.teams[name]
         try:
             team.wait()
         except Missing as exc:
             self.result.skipped[name] = str(exc)
             self.say(f"{self.case.name}: {name} is skipped: {exc}")
-            self.advance()
             return
         except TeamError as exc:
             failed = System(name=name, title=name, error=str(exc))
             self.result.systems.append(failed)
             self.say(f"{self.case.name}: {name} failed: {exc}")
-            self.advance()
             return
         known = {field.name for field in dataclasses.fields(_FIELDS)}
         system = System(
@@ -253,15 +271,14 @@ class _Bench:
         self.systems[name] = system
         self.result.systems.append(system)
         # Those that begin anew in each turn have an untimed save in it.
-        warm = self.plan.warm and not team.traits["fresh"]
-        if not self._source(name) and (warm or name.startswith("engine")):
+        warm = (self.plan.warm or name.startswith("engine")) and not team.traits["fresh"]
+        if warm and not self._source(name):
             began = time.monotonic()
             self._turn(name, timed=False)
             self.last_round[name] = time.monotonic() - began
         if team.traits["fresh"]:
             self.fresh.add(name)
             self.teams.pop(name).close()
-        self.advance()
 
     def _due(self, name: str) -> bool:
         system = self.systems[name]
@@ -272,7 +289,8 @@ class _Bench:
     def _has_enough(self, name: str) -> bool:
         """Whether it is so slow that it is not measured again; its note then says so."""
         system = self.systems[name]
-        if name == "engine" or system.limit:
+        # The first turn of the engine's ways to save makes an arena: it says nothing of those that follow.
+        if system.limit or (name.startswith("engine") and name not in self.fresh):
             return False
         if system.note:
             return True
@@ -347,7 +365,7 @@ class _Bench:
         readers = [name] + [other for other in others if not self._has_enough(other)]
         # Whoever is first after a save might find the disk still busy: it is not always the same.
         shift = self.round % len(readers)
-        for kind in ("cold", "hot") if self.case.place == "disk" else ("hot",):
+        for kind in ("hot",) if elsewhere or self.case.place == "tmpfs" else ("cold", "hot"):
             for reader in readers[shift:] + readers[:shift]:
                 if self.systems[reader].error:
                     continue

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from native_bench.peers import SYSTEMS, make
 from native_bench.results import NATIVE, STREAMING, CaseResult, Results, System
 
 SMALL_OVERHEAD_S = 10e-6
 REPORTED = "reported"
 """The target of a figure that has none but to be told."""
+COMPARED = ("stall_s", "save_s", "restore_cold_s", "restore_hot_s")
+MOST_NAMED = 4
+"""Peers that a row names as not measured; of more it gives the number, and the case's table has the names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,9 @@ def targets(results: Results) -> list[Target]:
     two = results.case("two-ranks")
     if two is not None:
         found += _two_ranks(two)
+    tmpfs = results.case("tmpfs")
+    if tmpfs is not None:
+        found += _tmpfs(tmpfs)
     return found
 
 
@@ -112,10 +119,15 @@ def _stall(case: CaseResult) -> Iterator[Target]:
 
 
 def _save(case: CaseResult) -> Iterator[Target]:
-    yield _of_limit("save to committed, large", case, "save_s", 0.9)
-    yield _beats_one("save, beside DCP `thread_count=1`", case, "dcp-1", "save_s", 3.0)
-    yield _beats("save, beside the fastest peer that fsyncs", case, "save_s", 1.3, _fsyncs)
-    yield _beats_one("save, beside stock NVRx", case, "nvrx", "save_s", 3.0)
+    for by in _savers(case):
+        yield by.row(_of_limit("save to committed, large", case, "save_s", 0.9, by.name))
+        yield by.row(
+            _beats_best("save, beside DCP `thread_count=1`", case, ("dcp-1",), "save_s", 3.0, by.name)
+        )
+        yield by.row(
+            _beats("save, beside the fastest peer that fsyncs", case, "save_s", 1.3, _fsyncs, by.name)
+        )
+        yield by.row(_beats_best("save, beside stock NVRx", case, ("nvrx",), "save_s", 3.0, by.name))
 
 
 def _cold(case: CaseResult) -> Iterator[Target]:
@@ -137,8 +149,11 @@ def _small(case: CaseResult, large: CaseResult | None) -> Iterator[Target]:
             f"small tensors, restore {kind}, beside DCP", case, ("dcp-1", "dcp-2"), figure, 15.0
         )
         yield _beats(f"small tensors, restore {kind}, beside the fastest peer", case, figure, 1.0)
-    yield _beats_best("small tensors, save, beside DCP", case, ("dcp-1", "dcp-2"), "save_s", 10.0)
-    yield _beats("small tensors, save, beside the fastest peer that fsyncs", case, "save_s", 1.5, _fsyncs)
+    for by in _savers(case):
+        dcp = ("dcp-1", "dcp-2")
+        yield by.row(_beats_best("small tensors, save, beside DCP", case, dcp, "save_s", 10.0, by.name))
+        fastest = "small tensors, save, beside the fastest peer that fsyncs"
+        yield by.row(_beats(fastest, case, "save_s", 1.5, _fsyncs, by.name))
     for kind, name in (("a restore", "restore_hot_s"), ("a save's call", "stall_s")):
         overhead = overhead_s(case, large, name)
         if overhead is None:
@@ -173,13 +188,54 @@ def _two_ranks(case: CaseResult) -> Iterator[Target]:
     """The same ratios to the limits as of one rank, and nobody faster."""
     copy = memcpy_of(case)
     yield _ratio_of_limit("two ranks, stall, copied snapshot", case, "engine", "stall_s", copy, at_most=1.25)
-    yield _of_limit("two ranks, save", case, "save_s", 0.9)
+    for by in _savers(case):
+        yield by.row(_of_limit("two ranks, save", case, "save_s", 0.9, by.name))
+        fastest = "two ranks, save, beside the fastest peer that fsyncs"
+        yield by.row(_beats(fastest, case, "save_s", 1.0, _fsyncs, by.name))
     yield _of_limit("two ranks, restore cold", case, "restore_cold_s", 0.95)
     yield _of_memcpy("two ranks, restore hot, digests checked", case, "engine", 0.65)
     yield _beats("two ranks, stall, beside the fastest peer that copies", case, "stall_s", 1.0, _copies)
-    yield _beats("two ranks, save, beside the fastest peer that fsyncs", case, "save_s", 1.0, _fsyncs)
     yield _beats("two ranks, restore cold, beside the fastest peer", case, "restore_cold_s", 1.0)
     yield _beats("two ranks, restore hot, beside the fastest peer", case, "restore_hot_s", 1.0)
+
+
+def _tmpfs(case: CaseResult) -> Iterator[Target]:
+    """None of these has a target."""
+    yield _reported(
+        _beats("tmpfs, stall, beside the fastest peer that copies", case, "stall_s", 1.0, _copies)
+    )
+    for by in _savers(case):
+        yield _reported(by.row(_of_limit("tmpfs, save", case, "save_s", 0.9, by.name)))
+        fastest = "tmpfs, save, beside the fastest peer that fsyncs"
+        yield _reported(by.row(_beats(fastest, case, "save_s", 1.0, _fsyncs, by.name)))
+    yield _reported(_beats("tmpfs, restore, beside the fastest peer", case, "restore_hot_s", 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Saver:
+    """One of the engine's ways to save. reported: its rows only stand beside those that have targets."""
+
+    name: str
+    call: str
+    reported: bool = False
+    note: str = ""
+
+    def row(self, target: Target) -> Target:
+        found = replace(target, figure=f"{target.figure}, by `{self.call}`")
+        found = replace(found, note="; ".join(filter(None, (found.note, self.note))))
+        return _reported(found) if self.reported else found
+
+
+def _savers(case: CaseResult) -> list[_Saver]:
+    """The way that is durable soonest, which is what the peers' own blocking saves are to be compared with,
+    and the one behind the training; where only that was measured, it has to do."""
+    if case.median("engine-sync", "save_s") is None:
+        return [_Saver("engine", "async_save", note=f"`save`: {_why(case, 'engine-sync')}")]
+    return [_Saver("engine-sync", "save"), _Saver("engine", "async_save", reported=True)]
+
+
+def _reported(target: Target) -> Target:
+    return replace(target, target=REPORTED, met=None)
 
 
 def _digits(ratio: float, target: float) -> str:
@@ -190,10 +246,10 @@ def _digits(ratio: float, target: float) -> str:
     return f"{ratio:.{digits}f}"
 
 
-def _of_limit(figure: str, case: CaseResult, name: str, least: float) -> Target:
-    value, limit = case.median("engine", name), limit_of(case, name)
+def _of_limit(figure: str, case: CaseResult, name: str, least: float, engine: str = "engine") -> Target:
+    value, limit = case.median(engine, name), limit_of(case, name)
     if value is None or limit is None:
-        return Target(figure, _why(case, "engine"), f"≥ {least:g} × the limit", None)
+        return Target(figure, _why(case, engine), f"≥ {least:g} × the limit", None)
     share = limit[1] / value
     return Target(figure, f"{_digits(share, least)} × {limit[0]}", f"≥ {least:g} × the limit", share >= least)
 
@@ -222,21 +278,59 @@ def _ratio_of_limit(
 
 
 def _beats(
-    figure: str, case: CaseResult, name: str, least: float, which: Callable[[System], bool] = lambda _: True
+    figure: str,
+    case: CaseResult,
+    name: str,
+    least: float,
+    which: Callable[[System], bool] = lambda _: True,
+    engine: str = "engine",
 ) -> Target:
-    return _beats_best(figure, case, [system.name for system in peers(case, name, which)], name, least)
+    """Beside whichever peer is the fastest; the note names those that could have been, were they measured."""
+    rivals = [system.name for system in peers(case, name, which)]
+    target = _beats_best(figure, case, rivals, name, least, engine)
+    others = [f"`{other}`" for other in unmeasured(case) if _could_be(other, case, name, which)]
+    if not others:
+        return target
+    many = len(others) > MOST_NAMED
+    missing = f"{len(others)} peers were not measured" if many else f"not measured: {', '.join(others)}"
+    return replace(target, note="; ".join(filter(None, (target.note, missing))))
 
 
-def _beats_one(figure: str, case: CaseResult, peer: str, name: str, least: float) -> Target:
-    return _beats_best(figure, case, (peer,), name, least)
+def unmeasured(case: CaseResult) -> dict[str, str]:
+    """Every system that has no figure in this case, and why: whoever adds a system, or leaves one out of a
+    case, cannot forget to say so."""
+    found = {}
+    for name in SYSTEMS:
+        system = case.find(name)
+        if system is not None and any(system.rounds(figure) for figure in COMPARED):
+            continue
+        if system is not None:
+            found[name] = f"failed: {system.error}" if system.error else "stopped before its first round"
+        else:
+            found[name] = case.skipped.get(name) or case.case.apart.get(name) or "not asked for in this run"
+    return found
 
 
-def _beats_best(figure: str, case: CaseResult, names: Iterable[str], name: str, least: float) -> Target:
+def _could_be(name: str, case: CaseResult, figure: str, which: Callable[[System], bool]) -> bool:
+    """Might the figure of a system that was not measured have been the fastest peer's? Not if another one
+    that makes the same calls was measured."""
+    traits = make(name).traits
+    if traits.limit or name.startswith("engine"):
+        return False
+    like = traits.restores_like if figure.startswith("restore") else traits.saves_like
+    if like is not None and case.median(like, figure) is not None:
+        return False
+    return which(System(name=name, title=traits.title, fsyncs=traits.fsyncs, copies=traits.copies))
+
+
+def _beats_best(
+    figure: str, case: CaseResult, names: Iterable[str], name: str, least: float, engine: str = "engine"
+) -> Target:
     """The engine's speed as a multiple of the fastest of `names`."""
-    value = case.median("engine", name)
+    value = case.median(engine, name)
     rivals = [(median, peer) for peer in names if (median := case.median(peer, name)) is not None]
     if value is None or not rivals:
-        return Target(figure, _why(case, "engine" if value is None else None), f"≥ {least:g} ×", None)
+        return Target(figure, _why(case, engine if value is None else None), f"≥ {least:g} ×", None)
     best, peer = min(rivals)
     found = case.find(peer)
     title = found.title if found else peer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from native_bench.peers.base import Peer
+from native_bench.peers.base import Peer, Traits
 
 SYSTEMS: dict[str, str] = {
     "engine": "engine:Engine",
@@ -33,9 +33,6 @@ SYSTEMS: dict[str, str] = {
 }
 """By name: module below this package, and class. The order is that of the first round."""
 
-MEASURED_ELSEWHERE = ("engine-zstd", "engine-auto")
-"""By `python -m native_bench.codecs`, on storage of several speeds; here only if asked for by name."""
-
 BASE = (
     "engine",
     "engine-sync",
@@ -56,8 +53,14 @@ BASE = (
 
 
 def make(name: str) -> Peer:
-    """An instance of the system called `name`, or at `module:Class` (absolute): a way in for tests."""
+    """An instance of the system called `name`, or at `module:Class` (absolute): a way in for tests. Raises
+    ValueError if there is none."""
     module, _, attribute = SYSTEMS.get(name, name).partition(":")
-    found = import_module(f"{__name__}.{module}" if name in SYSTEMS else module)
-    peer: Peer = getattr(found, attribute)()
+    try:
+        found = import_module(f"{__name__}.{module}" if name in SYSTEMS else module)
+        peer: Peer = getattr(found, attribute)()
+    except Exception as exc:  # whatever the module there does
+        raise ValueError(f"no system at {name!r}: {type(exc).__name__}: {exc}") from exc
+    if not isinstance(getattr(peer, "traits", None), Traits):
+        raise ValueError(f"no system at {name!r}: it has no traits, see native_bench/peers/base.py")
     return peer

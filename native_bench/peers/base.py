@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = dict[str, "torch.Tensor"]
+
+DESCRIPTORS_A_TENSOR = 4
+"""In memory shared by descriptor: of this save and the one before, and once more each while on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,16 @@ def copy_all(loaded: Mapping[str, torch.Tensor], target: Tensors) -> None:
         raise ValueError(f"{len(loaded)} tensors were loaded, {len(target)} are wanted")
     for name, tensor in target.items():
         tensor.copy_(loaded[name])
+
+
+def share_by_name(tensors: int) -> None:
+    """Have torch share memory between processes by name if a descriptor for each tensor, which is its
+    default, comes near to what a process may have."""
+    import torch.multiprocessing
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and DESCRIPTORS_A_TENSOR * tensors > soft:
+        torch.multiprocessing.set_sharing_strategy("file_system")
 
 
 def files_below(directory: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from native_bench.peers.base import Place, SaveSeconds, Sync, Tensors, Traits
+from native_bench.peers.base import Place, SaveSeconds, Sync, Tensors, Traits, share_by_name
 
 
 class Dcp1(Sync):
@@ -95,7 +95,8 @@ class AsyncStager(AsyncThread):
     traits = Traits(
         name="dcp-async-stager",
         title="DCP `async_save`, kept `DefaultStager`",
-        how="`dcp.async_save`, thread, `thread_count=2`, one `DefaultStager` (shared memory) for all saves",
+        how="`dcp.async_save`, thread, `thread_count=2`, one `DefaultStager` (shared memory; by name, "
+        "where that many descriptors are not allowed) for all saves",
         fsyncs=True,
         fresh=True,
         group=True,
@@ -113,6 +114,7 @@ class AsyncStager(AsyncThread):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         super().open(place)
+        share_by_name(len(place.fresh_state()))
         # Pinned memory, background staging and non-blocking copies need an accelerator.
         self._stager = DefaultStager(StagingOptions(False, True, False, False))
 

@@ -6,7 +6,15 @@ import os
 import time
 from typing import Any
 
-from native_bench.peers.base import Place, SaveSeconds, Sync, Tensors, Traits, not_importable
+from native_bench.peers.base import (
+    Place,
+    SaveSeconds,
+    Sync,
+    Tensors,
+    Traits,
+    not_importable,
+    share_by_name,
+)
 from native_bench.peers.dcp import Dcp1
 from native_bench.peers.torch_save import TorchSave
 
@@ -31,13 +39,12 @@ class TorchAsync(TorchSave):
         name="nvrx",
         title="NVRx `TorchAsyncCheckpoint`",
         how="`async_save` (persistent worker) with `torch.save`, one file per rank, then "
-        "`finalize_async_save`; `torch.load`",
+        "`finalize_async_save`; `torch.load`; shares memory by name where that many descriptors are not "
+        "allowed",
         copies=False,
         group=True,
         restores_like="torch",
         fresh=True,
-        # Each lies in shared memory of its own, of the untimed save before and of this one.
-        descriptors=2,
     )
 
     def missing(self) -> str | None:
@@ -47,6 +54,7 @@ class TorchAsync(TorchSave):
         from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 
         super().open(place)
+        share_by_name(len(place.fresh_state()))
         _tolerate_no_gpu()
         self._checkpoint = TorchAsyncCheckpoint()
 

@@ -9,15 +9,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from native_bench import guard, plots, readme, report, results, sections
+from native_bench import explained, guard, more, plots, readme, report, results, sections
 from native_bench.__main__ import main
-from native_bench.cases import GIB, Case
+from native_bench.cases import FULL, GIB, QUICK, Case
 from native_bench.guard import Baseline
+from native_bench.peers import SYSTEMS, make
 from native_bench.results import NATIVE, STREAMING, CaseResult, Results, System
 from native_bench.sections import Section, Table
-from native_bench.targets import REPORTED, Target, fastest_limit, overhead_s, targets
+from native_bench.targets import REPORTED, Target, fastest_limit, overhead_s, targets, unmeasured
 
 ROOT = Path(__file__).parents[2]
+NEAR = (
+    "engine-sync",
+    "dcp-1",
+    "dcp-2",
+    "dcp-async-thread",
+    "dcp-async-stager",
+    "nvrx",
+    "nvrx-writer",
+    "flashpack",
+)
 
 
 def system(name: str, **figures: float | list[float]) -> System:
@@ -44,6 +55,7 @@ def made_up(**engine: float | list[float]) -> Results:
         systems=[
             system(NATIVE, save_s=0.9, restore_cold_s=0.96, restore_hot_s=0.2, memcpy_s=0.2),
             system("engine", **figures),
+            system("engine-sync", stall_s=0.95, save_s=0.95),
             system("torch", stall_s=1.0, save_s=2.0, restore_cold_s=4.0, restore_hot_s=2.0),
             system("dcp-1", stall_s=3.1, save_s=3.1, restore_cold_s=2.6, restore_hot_s=1.3),
             system("nvrx", stall_s=0.05, save_s=3.5),
@@ -85,16 +97,79 @@ def test_targets_are_held_against_the_right_figures() -> None:
     assert found["stall, copied snapshot"].met
     # nvrx stalls less, but does not copy; dcp-1 and torch do.
     assert found["stall, beside the fastest peer that copies"].measured == "5.00 × torch"
-    assert found["save to committed, large"].measured == "0.90 × native"
-    assert found["save to committed, large"].met
+    assert found["save to committed, large, by `save`"].measured == "0.95 × native"
+    assert found["save to committed, large, by `save`"].met
     # torch is the fastest, but does not fsync.
-    assert found["save, beside the fastest peer that fsyncs"].measured == "3.10 × dcp-1"
+    assert found["save, beside the fastest peer that fsyncs, by `save`"].measured == "3.26 × dcp-1"
     assert found["restore cold, large"].met
     assert found["restore cold, beside the fastest peer"].measured == "2.60 × dcp-1"
     assert found["restore hot, digests checked"].measured == "0.80 × native memcpy"
     assert found["restore hot, digests not checked"].met is None
     assert found["small tensors, restore cold, beside DCP"].met
-    assert found["save, beside stock NVRx"].met
+    assert found["save, beside stock NVRx, by `save`"].met
+
+
+def test_saves_behind_the_training_stand_beside_and_count_only_where_no_others_were_measured() -> None:
+    found = by_figure(targets(made_up(save_s=1.5)))
+    beside = found["save to committed, large, by `async_save`"]
+    assert (beside.measured, beside.target, beside.met) == ("0.60 × native", REPORTED, None)
+    assert found["save to committed, large, by `save`"].met
+    # The small case has none: what there is decides, and says so.
+    small = found["small tensors, save, beside DCP, by `async_save`"]
+    assert (small.measured, small.met, small.note) == ("22.50 × dcp-1", True, "`save`: not measured")
+    assert "small tensors, save, beside DCP, by `save`" not in found
+
+
+def test_peers_that_were_not_measured_are_named_beside_the_fastest_one() -> None:
+    measured = made_up()
+    large = measured.cases[0]
+    assert by_figure(targets(measured))["stall, beside the fastest peer that copies"].note == (
+        "11 peers were not measured"
+    )
+    absent = ("dcp-async-stager", "nvrx-writer", "orbax")
+    large.systems += [
+        system(name, stall_s=9.0, save_s=9.0, restore_cold_s=9.0, restore_hot_s=9.0)
+        for name in SYSTEMS
+        if large.find(name) is None and name not in absent
+    ]
+    found = by_figure(targets(measured))
+    # NVRx's writer copies nothing; Orbax does not fsync; the stager restores as DCP, which was measured.
+    stall = found["stall, beside the fastest peer that copies"].note
+    assert stall == "not measured: `dcp-async-stager`, `orbax`"
+    save = found["save, beside the fastest peer that fsyncs, by `save`"].note
+    assert save == "not measured: `dcp-async-stager`, `nvrx-writer`"
+    assert found["restore cold, beside the fastest peer"].note == "not measured: `orbax`"
+
+
+def test_every_system_without_a_figure_is_listed_with_the_reason() -> None:
+    measured = made_up()
+    large = measured.cases[0]
+    large.case = msgspec.structs.replace(large.case, apart={"raw": "left out | here"})
+    large.systems.append(System(name="flashpack", title="flashpack", error="died", samples={"turn_s": [1.0]}))
+    found = unmeasured(large)
+    shown = {"engine", "engine-sync", "torch", "dcp-1", "nvrx"}
+    assert set(found) == set(SYSTEMS) - shown
+    assert (found["raw"], found["orbax"], found["flashpack"], found["dcp-async-stager"]) == (
+        "left out | here",
+        "not installed (orbax)",
+        "failed: died",
+        "not asked for in this run",
+    )
+    text = report.render(measured).partition("## Large")[2].partition("## Small")[0]
+    lines = [line for line in text.splitlines() if line.startswith("- Not measured: ")]
+    assert "- Not measured: `raw`: left out \\| here." in lines
+    for name in set(SYSTEMS) - shown - {"flashpack"}:
+        assert sum(f"`{name}`" in line for line in lines) == 1, name
+    assert "- flashpack failed: died" in text
+
+
+@pytest.mark.parametrize("case", FULL + QUICK, ids=lambda case: f"{case.name}-{case.nbytes}")
+def test_cases_leave_out_only_systems_that_there_are_and_say_why(case: Case) -> None:
+    assert set(case.apart) <= set(SYSTEMS)
+    assert all(case.apart.values())
+    if case in FULL:
+        # A peer that saves in ways of its own is measured everywhere.
+        assert not [name for name in case.apart if make(name).traits.saves_like is None and name in NEAR]
 
 
 def test_what_non_temporal_stores_reach_is_told_and_makes_no_target_easier() -> None:
@@ -134,10 +209,11 @@ def test_two_ranks_are_held_against_the_same_limits_and_the_fastest_peer() -> No
     measured.cases[0].case = msgspec.structs.replace(measured.cases[0].case, name="two-ranks", world_size=2)
     found = by_figure(targets(measured))
     assert found["two ranks, stall, copied snapshot"].measured == "1.00 × native memcpy"
-    assert found["two ranks, save"].measured == "0.90 × native"
+    assert found["two ranks, save, by `save`"].measured == "0.95 × native"
+    assert found["two ranks, save, by `async_save`"].target == REPORTED
     assert found["two ranks, restore cold"].measured == "0.96 × native"
     assert found["two ranks, restore hot, digests checked"].measured == "0.80 × native memcpy"
-    assert found["two ranks, save, beside the fastest peer that fsyncs"].measured == "3.10 × dcp-1"
+    assert found["two ranks, save, beside the fastest peer that fsyncs, by `save`"].measured == "3.26 × dcp-1"
     assert found["two ranks, restore hot, beside the fastest peer"].measured == "5.20 × dcp-1"
     assert len(found) == len([name for name in found if name.startswith(("two ranks", "small"))])
 
@@ -174,7 +250,7 @@ def test_the_report_tells_what_was_measured_and_what_was_not() -> None:
     text = report.render(made_up(), images={"large": "img/large.svg"})
     assert "some CPU" in text
     assert "**Warning:** the load is high." in text
-    assert "`orbax` was not measured: not installed (orbax)." in text
+    assert "- Not measured: `orbax`: not installed (orbax)." in text
     assert "(aliases)" in text
     assert "2.00 †" not in text  # the brackets stand between
     assert "2.00 (2.00–2.00) †" in text
@@ -188,7 +264,7 @@ def test_failures_and_fewer_rounds_are_in_the_report() -> None:
     measured = made_up()
     large = measured.cases[0]
     large.systems.append(System(name="flashpack", title="flashpack", error="restore: ValueError: a | b"))
-    large.systems[2].note = "stopped after 3: 9 × the engine's time"
+    large.systems[3].note = "stopped after 3: 9 × the engine's time"
     text = report.render(measured)
     assert "flashpack failed: restore: ValueError: a \\| b" in text
     assert "torch: stopped after 3: 9 × the engine's time." in text
@@ -271,9 +347,12 @@ def put(raw: dict[str, Any], path: str, value: object) -> None:
         ("$.cases[0].systems[1].samples.save_s", 1.5, "Expected `array`, got `float`"),
         ("$.cases[0].systems[1].samples.save_s", [], "no samples"),
         ("$.cases[1].systems[0].samples.memcpy_s[0]", 0.0, "0 s is not above 0"),
-        ("$.cases[0].systems[2].samples.restore_hot_s[4]", -1.0, "-1 s is not above 0"),
+        ("$.cases[0].systems[3].samples.restore_hot_s[4]", -1.0, "-1 s is not above 0"),
         ("$.cases[0].nbytes", 0, "0 is not above 0"),
         ("$.cases[1].tensors", 0, "0 is not above 0"),
+        ("$.cases[0].case.world_size", 0, "0 is not above 0"),
+        ("$.cases[1].case.count", 0, "0 is not above 0"),
+        ("$.cases[1].case.nbytes", -1, "-1 is not 0 or more"),
         ("$.cases", None, "Expected `array`, got `null`"),
         ("$.machine.load", ["a", "b"], "Expected `float`, got `str`"),
         ("$.machine.mount", 3, "Expected `object | null`, got `int`"),
@@ -315,7 +394,8 @@ def test_the_report_command_writes_document_pictures_and_readme(tmp_path: Path) 
     arguments = ["--document", str(document), "--images", str(tmp_path / "docs" / "img")]
     assert main(["report", str(path), *arguments, "--readme", str(page)]) == 0
     text = document.read_text()
-    assert "| elsewhere | 3 | 4 | **short** |" in text
+    assert "| elsewhere | 3 | 4 | [**short**](" in text
+    assert "design/performance.md#growth) |" in text
     shown = page.read_text()
     assert shown.startswith("before\n")
     assert shown.endswith("after\n")
@@ -349,9 +429,39 @@ def test_pictures_are_the_same_each_time(tmp_path: Path) -> None:
     assert one["large"].read_bytes() == other["large"].read_bytes()
 
 
+def test_every_short_row_leads_to_a_chapter_that_there_is() -> None:
+    """Of everything that may be short, here and in the document."""
+    chapters = (ROOT / "docs" / explained.DOCUMENT).read_text()
+    headings = {
+        heading.lower().replace(",", "").replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", chapters, re.MULTILINE)
+    }
+    assert set(explained.ANCHORS) <= headings
+    assert set(explained.SECTIONS) == set(more.PARTS)
+    measured = made_up(stall_s=9.0, save_s=9.0, restore_cold_s=9.0, restore_hot_s=9.0)
+    for name in ("two-ranks", "tmpfs"):
+        again = msgspec.convert(msgspec.to_builtins(measured.cases[0]), CaseResult)
+        again.case = msgspec.structs.replace(again.case, name=name)
+        measured.cases.append(again)
+    for target in targets(measured):
+        assert explained.anchor(target.figure) in explained.ANCHORS, target.figure
+    for text in (
+        report.render(measured, explained=explained.DOCUMENT),
+        (ROOT / "docs" / "benchmarks.md").read_text(),
+    ):
+        rows = [line for line in text.splitlines() if "**short**" in line and line.startswith("|")]
+        assert len(rows) > 5
+        for row in rows:
+            found = re.search(rf"\[\*\*short\*\*\]\({re.escape(explained.DOCUMENT)}#([a-z-]+)\)", row)
+            assert found, row
+            assert found[1] in headings, row
+
+
 def test_the_guard_compares_ratios_not_seconds() -> None:
     before = guard.ratios(made_up())
-    assert before["large.save"] == pytest.approx(0.9)
+    assert before["large.save"] == pytest.approx(0.9 / 0.95)
+    assert before["large.async_save"] == pytest.approx(0.9)
+    assert before["large.stall"] == pytest.approx(1.0)
     assert before["large.restore_hot"] == pytest.approx(0.8)
     twice_as_slow = made_up()
     for case in twice_as_slow.cases:
@@ -370,24 +480,99 @@ def test_the_guard_finds_a_regression_of_more_than_a_quarter() -> None:
 
 
 def test_the_guard_tries_again_before_it_fails() -> None:
-    baseline = Baseline(machine="", ratios=guard.ratios(made_up()))
+    baseline = Baseline(started="", machine="", ratios=guard.ratios(made_up()))
     said: list[str] = []
     runs = iter([made_up(save_s=2.0), made_up()])
     assert guard.check(lambda: next(runs), baseline, said.append) == {}
     assert "measuring once more" in said[0]
     runs = iter([made_up(save_s=2.0), made_up(save_s=2.1)])
-    assert guard.check(lambda: next(runs), baseline, said.append) == {"large.save": pytest.approx(0.5)}
+    assert guard.check(lambda: next(runs), baseline, said.append) == {"large.async_save": pytest.approx(0.5)}
     runs = iter([made_up()])
     assert guard.check(lambda: next(runs), baseline, said.append) == {}
 
 
-def test_a_baseline_is_what_was_measured(tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    guard.write(made_up(), path)
-    assert guard.read(path).ratios == pytest.approx(guard.ratios(made_up()), abs=1e-3)
+def whole() -> Results:
+    """With all cases that the guard measures."""
+    measured = made_up()
+    two = msgspec.convert(msgspec.to_builtins(measured.cases[0]), CaseResult)
+    two.case = msgspec.structs.replace(two.case, name="two-ranks", world_size=2)
+    for case in (measured.cases[0], two):
+        case.systems.append(system("engine-overlap", stall_s=0.002, save_s=1.0))
+    measured.cases.append(two)
+    return measured
+
+
+def test_a_baseline_is_what_a_whole_run_has_measured(tmp_path: Path) -> None:
+    path, file = tmp_path / "baseline.json", tmp_path / "results.json"
+    results.write(whole(), str(file))
+    assert main(["guard", "--from", str(file), "--baseline", str(path)]) == 0
+    assert guard.read(path).ratios == pytest.approx(guard.ratios(whole()), abs=1e-3)
+    assert guard.read(path).started == whole().started
+    assert set(guard.read(path).ratios) == {
+        *(f"large.{name}" for name in ("save", "async_save", "restore_cold", "restore_hot", "stall")),
+        "large.stall_overlap",
+        *(f"small.{name}" for name in ("async_save", "restore_cold", "restore_hot")),
+        *(f"two-ranks.{name}" for name in ("save", "async_save", "restore_cold", "restore_hot", "stall")),
+    }
+    before = path.read_bytes()
+    for change, said in (
+        ({"unfinished": ["small"]}, "without the case small"),
+        ({"mode": "quick"}, "a quick run"),
+        ({"cases": whole().cases[:1]}, "without the cases small, two-ranks"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            guard.write(msgspec.structs.replace(whole(), **change), path)  # type: ignore[arg-type]
+    assert path.read_bytes() == before
     path.write_text("[]")
     with pytest.raises(ValueError, match="no baseline"):
         guard.read(path)
+
+
+def test_the_guard_goes_by_the_run_that_the_document_shows(tmp_path: Path) -> None:
+    document, baseline = (ROOT / "docs" / "benchmarks.md").read_text(), guard.read()
+    assert f"\nBegun at {baseline.started}.\n" in document, "run `make bench-report`"
+    save = document.partition(f"case `{guard.CASES[0]}`.")[2]
+    (share,) = re.findall(rf"^\| {re.escape(readme.ENGINE)} \|(?:[^|]*\|){{4}} ([\d.]+) \|", save, re.M)[:1]
+    assert float(share) == pytest.approx(baseline.ratios["large.async_save"], abs=0.006)
+    # As the report writes both at once.
+    file, page = tmp_path / "results.json", tmp_path / "docs" / "benchmarks.md"
+    results.write(whole(), str(file))
+    written = tmp_path / "baseline.json"
+    readme_page = tmp_path / "README.md"
+    readme_page.write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    titled = whole()
+    titled.cases[0].case = msgspec.structs.replace(titled.cases[0].case, title="One rank, 2 GiB")
+    results.write(titled, str(file))
+    options = ["--document", str(page), "--images", str(tmp_path), "--readme", str(readme_page)]
+    assert main(["report", str(file), *options, "--baseline", str(written)]) == 0
+    assert f"\nBegun at {guard.read(written).started}.\n" in page.read_text()
+
+
+def test_a_run_that_was_cut_short_says_so_and_why() -> None:
+    measured = made_up()
+    assert "cut short" not in report.render(measured)
+    measured.unfinished, measured.cut_short = ["small", "tmpfs"], "no space, in `small`"
+    text = report.render(measured)
+    assert "**This run was cut short: no space, in `small`.**" in text
+    assert "not, or not wholly, measured: `small`, `tmpfs`." in text
+    assert "- **The run was cut short in this case.**" in text.partition("## Small")[2]
+    assert "- **The run was cut short in this case.**" not in text.partition("## Small")[0]
+
+
+def test_parts_from_before_a_run_are_told_from_its_own() -> None:
+    old = elsewhere()
+    old.started = "2026-01-02T03:00:00+00:00"
+    assert "Measured at 2026-01-02T03:00:00+00:00, before this run" in report.render(
+        made_up(), sections=[old]
+    )
+
+
+def test_what_is_no_system_is_said_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a:b", ":b", "os:nothing", "os:getcwd", "tests.native_bench.fakes:Missing"):
+        assert main(["run", "--systems", name]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"native_bench: no system at {name!r}: ")
+        assert said.count("\n") == 1
 
 
 def test_unknown_names_are_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -423,6 +608,6 @@ def test_limits_fall_back_to_what_python_threads_reach() -> None:
     measured = made_up()
     measured.cases[0].systems[0] = system("raw", save_s=0.8, save_memcpy_s=0.2, restore_cold_s=0.9)
     found = by_figure(targets(measured))
-    assert found["save to committed, large"].measured == "0.80 × raw"
+    assert found["save to committed, large, by `save`"].measured == "0.84 × raw"
     assert found["stall, copied snapshot"].measured == "1.00 × memcpy by Python threads"
     assert msgspec.json.encode(measured)

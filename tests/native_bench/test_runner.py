@@ -291,7 +291,11 @@ def test_an_interrupted_run_leaves_nothing_but_its_results(tmp_path: Path) -> No
     assert run.returncode == 130, said
     assert list(work.iterdir()) == []
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-    assert msgspec.json.decode((out / "results.json").read_bytes(), type=Results).interrupted
+    left = msgspec.json.decode((out / "results.json").read_bytes(), type=Results)
+    assert left.interrupted
+    assert not left.whole
+    assert left.unfinished == ["small"]
+    assert "**This run was cut short: interrupted, in `small`.**" in (out / "report.md").read_text()
 
 
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
@@ -379,9 +383,9 @@ def test_systems_that_memory_has_no_room_for_are_left_out(
     large = next(case for case in FULL if case.name == "large")
     plan = runner.Plan(mode="full", cases=(large,), systems=ALL, directory=tmp_path)
     found = runner.new_results("full")
-    bench = runner._Bench(plan, large, tmp_path, found, lambda _: None, lambda: None, None, None)  # type: ignore[arg-type]
+    bench = runner._Bench(plan, large, tmp_path, found, lambda _: None, lambda _: None, None, None)  # type: ignore[arg-type]
     assert bench._that_fit(list(ALL)) == [name for name in ALL if name not in left_out]
-    assert list(found.cases[0].skipped) == left_out
+    assert list(bench.result.skipped) == left_out
 
 
 def test_systems_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,6 +411,53 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"tiny needs .* GiB in"):
         ground.check_space(tmp_path, 1 << 60, TINY)
+
+
+def test_a_run_that_runs_out_of_space_keeps_what_it_has_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    given = ["run", "--quick", "--no-limits", "--systems", "raw", "--dir", str(tmp_path), "--out", str(out)]
+    full = ["tmpfs"]
+
+    def check(directory: Path, nbytes: int, case: Case) -> None:
+        ground.check_space(directory, 1 << 60 if case.name in full else nbytes, case)
+
+    monkeypatch.setattr(runner, "check_space", check)
+    assert main([*given, "--cases", "small,tmpfs"]) == 1
+    error = capsys.readouterr().err
+    assert "native_bench: tmpfs needs " in error
+    left = results.read(str(out / "results.json"))
+    assert [case.case.name for case in left.cases] == ["small"]
+    assert (left.unfinished, left.interrupted) == (["tmpfs"], False)
+    text = (out / "report.md").read_text()
+    assert "**This run was cut short: tmpfs needs " in text
+    assert "not, or not wholly, measured: `tmpfs`." in text
+    # What is measured afterwards makes it whole.
+    full.clear()
+    assert main([*given, "--cases", "tmpfs", "--add"]) == 0
+    left = results.read(str(out / "results.json"))
+    assert left.whole
+    assert left.cut_short is None
+    assert "cut short" not in (out / "report.md").read_text()
+    # And a run that measured nothing leaves what there was.
+    before = (out / "results.json").read_bytes()
+    full.append("small")
+    assert main([*given, "--cases", "small"]) == 1
+    assert (out / "results.json").read_bytes() == before
+    assert "cut short" not in (out / "report.md").read_text()
+
+
+def test_steps_are_told_as_they_begin(tmp_path: Path) -> None:
+    said: list[str] = []
+    systems = ("raw", "torch")
+    plan = runner.Plan(
+        mode="quick", cases=(TINY,), systems=systems, directory=tmp_path, rounds=2, limits=False, warm=False
+    )
+    runner.run(plan, runner.new_results("quick"), lambda _: None, said.append)
+    assert len(said) == runner.steps(plan) == 6
+    assert said[:2] == ["tiny: raw begins, untimed", "tiny: torch begins, untimed"]
+    assert "tiny: round 2 of 2, torch" in said
 
 
 def test_layouts_do_not_overlap_and_values_are_put_into_every_tensor() -> None:
