@@ -194,6 +194,7 @@ class Group:
         self.transport.set(f"{key}/{self.rank}", told)
         if self.is_coordinator:
             reports, missing = self._collect(key, timeout_s)
+            complete = not missing and len(reports) == self.world_size
             if missing:
                 failure = Failure(
                     kind="CommitTimeoutError",
@@ -201,10 +202,10 @@ class Group:
                     rank=missing[0],
                 )
                 reports = [_Report(failure=failure)]
-            elif len(reports) == self.world_size:
+            elif complete:
                 reports = answer(reports)
             self.transport.set(f"{key}/all", msgspec.msgpack.encode(reports))
-            if not missing and len(reports) == self.world_size:
+            if complete:
                 # A rank that has reported to this call has read all of those before it.
                 self._forget(self._past)
             self._past.append(key)

@@ -60,6 +60,20 @@ def test_calls_do_not_mix_and_leave_only_the_last_ones_values() -> None:
     assert len(spaces[0]._values) == 4
 
 
+def test_agreements_and_summaries_leave_only_the_last_ones_values_too() -> None:
+    spaces = []
+
+    def work(group: Group) -> None:
+        spaces.append(group.transport)
+        for _ in range(20):
+            group.agree(what="testing")
+            group.summarise(b"x", lambda values: b"".join(values), what="testing")
+        group.agree(what="testing")
+
+    assert on_ranks(3, work) == [None] * 3
+    assert len(spaces[0]._values) == 4
+
+
 def test_a_failure_is_raised_on_all_ranks_with_its_place() -> None:
     def work(group: Group) -> Any:
         failure = None
