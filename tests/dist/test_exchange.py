@@ -27,13 +27,6 @@ CHANNELS = ("shared memory", "gloo")
 ON = {"exchange": "on"}
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        ranks.call(cases.lend_writers)
-        yield ranks
-
-
 @contextlib.contextmanager
 def through(ranks: Ranks, channel: str) -> Iterator[None]:
     ranks.call(exchange_cases.same_host_again)
@@ -168,8 +161,15 @@ def test_damage_of_the_step_that_was_asked_for_is_raised_on_all(pair: Ranks, roo
             assert path in str(error)
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("how", "channel"),
+    [
+        ("SIGKILL", "shared memory"),
+        ("SIGSTOP", "gloo"),
+        pytest.param("SIGKILL", "gloo", marks=[pytest.mark.slow, pytest.mark.sample]),
+        pytest.param("SIGSTOP", "shared memory", marks=[pytest.mark.slow, pytest.mark.sample]),
+    ],
+)
 def test_a_rank_that_is_lost_on_the_way_is_named(tmp_path: Path, root: str, channel: str, how: str) -> None:
     victim = 1
     options = {**ON, "restore_timeout_s": 3.0}

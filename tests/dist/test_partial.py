@@ -22,13 +22,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pair: Ranks) -> str:
     return root
 
 
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        ranks.call(cases.lend_writers)
-        yield ranks
-
-
 def test_parameters_only(pair: Ranks, trio: Ranks, trained: str) -> None:
     pair.call(partial_cases.restore_parameters_only, trained)
     trio.call(partial_cases.restore_parameters_only, trained)

@@ -12,13 +12,6 @@ from tests.helpers.ranks import Ranks
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        ranks.call(cases.lend_writers)
-        yield ranks
-
-
 def test_more_ranks_get_what_they_ask_for(pair: Ranks, trio: Ranks, root: str) -> None:
     pair.call(per_rank_cases.save, root, 4)
     for error in trio.call(per_rank_cases.refused, root, 4):

@@ -9,25 +9,11 @@ from pathlib import Path
 import pytest
 
 from ckptengine.format.names import step_dirname
-from tests.dist import cases, reshard_cases
+from tests.dist import reshard_cases
+from tests.dist.conftest import Groups
 from tests.helpers.checkpoints import flip, read_manifest
-from tests.helpers.ranks import Ranks
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[dict[int, Ranks]]:
-    """By the number of ranks. Few run at a time, so that they may all be there."""
-    made: dict[int, Ranks] = {}
-    try:
-        for size in (1, 2, 3, 4):
-            made[size] = Ranks(size)
-            made[size].call(cases.lend_writers)
-        yield made
-    finally:
-        for ranks in made.values():
-            ranks.close()
 
 
 FEW = [(4, 2), (2, 3), (2, 2)]
@@ -37,7 +23,7 @@ WORLDS = [*FEW, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)]
 
 @pytest.mark.parametrize(("saved_by", "restored_by"), WORLDS)
 def test_tensors_of_any_layout_become_any_other(
-    groups: dict[int, Ranks], root: str, saved_by: int, restored_by: int
+    groups: Groups, root: str, saved_by: int, restored_by: int
 ) -> None:
     """Of each layout, into every third; all pairs of layouts come up in one or the other world. Whole, for who is no
     rank."""
@@ -52,7 +38,7 @@ def test_tensors_of_any_layout_become_any_other(
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("saved_by", "restored_by"), WORLDS)
 def test_a_model_and_its_optimizer_become_any_others(
-    groups: dict[int, Ranks], root: str, saved_by: int, restored_by: int, optimizer: str
+    groups: Groups, root: str, saved_by: int, restored_by: int, optimizer: str
 ) -> None:
     for step, wrap in enumerate(reshard_cases.WRAPS):
         if wrap == "plain" and saved_by > 1:
@@ -63,12 +49,12 @@ def test_a_model_and_its_optimizer_become_any_others(
 
 
 @pytest.mark.parametrize("restored_by", [1, 2, 3, 4])
-def test_local_state_dicts_of_flat_parameters(groups: dict[int, Ranks], root: str, restored_by: int) -> None:
+def test_local_state_dicts_of_flat_parameters(groups: Groups, root: str, restored_by: int) -> None:
     groups[4].call(reshard_cases.save_local_state_dict, root)
     assert groups[restored_by].call(reshard_cases.restore_local_state_dict, root) == [3] * restored_by
 
 
-def test_training_goes_on_with_another_number_of_ranks(groups: dict[int, Ranks], root: str) -> None:
+def test_training_goes_on_with_another_number_of_ranks(groups: Groups, root: str) -> None:
     """All ranks of all worlds see the same data, so that only the order of sums differs."""
     expected = groups[4].call(reshard_cases.training_goes_on, root, "fsdp1 flat", True)
     for size, wrap in ((1, "plain"), (2, "fsdp2"), (3, "fsdp1 original"), (4, "fsdp2 hybrid")):
@@ -76,7 +62,7 @@ def test_training_goes_on_with_another_number_of_ranks(groups: dict[int, Ranks],
         assert found == pytest.approx(expected[:1] * size, rel=1e-4)
 
 
-def test_stages_of_a_pipeline_are_shared_out_anew(groups: dict[int, Ranks], root: str) -> None:
+def test_stages_of_a_pipeline_are_shared_out_anew(groups: Groups, root: str) -> None:
     groups[3].call(reshard_cases.pieces_of_a_pipeline, root, True)
     for size in (1, 2, 4):
         found = groups[size].call(reshard_cases.pieces_of_a_pipeline, root, False)
@@ -88,7 +74,7 @@ def test_stages_of_a_pipeline_are_shared_out_anew(groups: dict[int, Ranks], root
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_one_rank_may_reshard_while_the_others_read_their_own(
-    groups: dict[int, Ranks], root: str, odd: int
+    groups: Groups, root: str, odd: int
 ) -> None:
     groups[2].call(reshard_cases.save_own, root, [1])
     found = groups[2].call(reshard_cases.restore_with_another_layout_on, odd, root)
@@ -97,20 +83,20 @@ def test_one_rank_may_reshard_while_the_others_read_their_own(
     assert found == [(0, sums[0]), (100, sums[1])]
 
 
-def test_values_of_each_ranks_own_are_refused_on_all(groups: dict[int, Ranks], root: str) -> None:
+def test_values_of_each_ranks_own_are_refused_on_all(groups: Groups, root: str) -> None:
     groups[4].call(reshard_cases.save_own, root, [1])
     for text in groups[2].call(reshard_cases.restore_own_is_refused, root):
         assert "in 2 places" in text
         assert re.search("rng: .*its own.*\n.*seen: .*its own", text)
 
 
-def test_a_shape_that_differs_on_one_rank_is_an_error_on_all(groups: dict[int, Ranks], root: str) -> None:
+def test_a_shape_that_differs_on_one_rank_is_an_error_on_all(groups: Groups, root: str) -> None:
     groups[4].call(reshard_cases.save_own, root, [1])
     for text in groups[2].call(reshard_cases.restore_mismatched_on, 1, root):
         assert "w: shape (20, 3), in the checkpoint (20, 2)" in text
 
 
-def test_keys_that_no_rank_has_a_place_for_are_an_error_on_all(groups: dict[int, Ranks], root: str) -> None:
+def test_keys_that_no_rank_has_a_place_for_are_an_error_on_all(groups: Groups, root: str) -> None:
     groups[4].call(reshard_cases.save_own, root, [1])
     for text in groups[2].call(reshard_cases.restore_without_a_place, root):
         assert "in 2 places" in text
@@ -121,7 +107,7 @@ def test_keys_that_no_rank_has_a_place_for_are_an_error_on_all(groups: dict[int,
 @pytest.mark.parametrize("damaged", [0, 2, 3])
 @pytest.mark.parametrize("what", ["data", "header", "missing", "INDEX"])
 def test_damage_to_any_shard_sends_all_ranks_to_the_commit_before(
-    groups: dict[int, Ranks], root: str, damaged: int, what: str
+    groups: Groups, root: str, damaged: int, what: str
 ) -> None:
     groups[4].call(reshard_cases.save_own, root, [1, 2])
     step = Path(root, step_dirname(2))

@@ -25,13 +25,6 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def trio() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        ranks.call(cases.lend_writers)
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def without_tcp() -> Iterator[Ranks]:
     """Two ranks that share nothing but a directory."""
     with Ranks(2, init="file") as ranks:
@@ -236,7 +229,7 @@ def test_another_number_of_ranks_is_told_of_what_each_rank_had_of_its_own(trio: 
     for error in trio.errors(cases.restore_raises, saved):
         assert isinstance(error, ck.StateMismatchError)
         assert "weights.0: each rank that saved it had its own" in str(error)
-    with pytest.raises(ck.StateMismatchError, match="2 ranks, not by 1"), ck.Checkpointer(saved) as ckpt:
+    with pytest.raises(ck.StateMismatchError, match="rank: each rank that saved it had"), ck.Checkpointer(saved) as ckpt:
         ckpt.restore(cases.target_of(0))
 
 
