@@ -91,11 +91,11 @@ bench-report: $(BENCH_STAMP) ## put the last `make bench` into docs/benchmarks.m
 	@$(BENCH_VENV)/bin/python -m native_bench report bench-results/results.json
 
 .PHONY: bench-quick
-bench-quick: $(STAMP) ## the same at small sizes, with the peers at hand: is all of it right? (about a minute)
+bench-quick: $(STAMP) ## the same at small sizes, with the peers at hand: is all of it right? (one to two minutes)
 	@$(BIN)/python -m native_bench run --quick --base --dir $(BENCH_DIR) --out bench-results/quick $(BENCH_ARGS)
 
 .PHONY: bench-guard
-bench-guard: $(STAMP) ## fail if the engine is more than 25 % farther from the limit than native_bench/baseline.json says
+bench-guard: $(STAMP) ## fail if the engine is more than 25 % farther from the limit than native_bench/baseline.json says (four minutes)
 	@$(BIN)/python -m native_bench guard --dir $(BENCH_DIR) $(BENCH_ARGS)
 
 .PHONY: lint

@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="the results.json of a whole run: write the baseline out of it",
     )
     watch.add_argument("--baseline", type=Path, default=guard.BASELINE)
-    watch.add_argument("--rounds", type=_count, default=5)
+    watch.add_argument("--rounds", type=_count, default=guard.ROUNDS, help=f"default: {guard.ROUNDS}")
     watch.add_argument("--dir", type=Path, default=Path("."))
     watch.add_argument("--quick", action="store_true", help="small sizes: a check of the check")
     watch.set_defaults(do=_guard)
@@ -191,7 +191,7 @@ def _guard(given: argparse.Namespace) -> int:
     table = cases.QUICK if given.quick else cases.FULL
     plan = runner.Plan(
         mode="quick" if given.quick else "full",
-        cases=tuple(case for case in table if case.name in guard.CASES),
+        cases=guard.watched(table),
         systems=guard.SYSTEMS,
         directory=given.dir,
         rounds=given.rounds,

@@ -295,6 +295,9 @@ class _Bench:
         if system.note:
             return True
         rounds = self.round - 1
+        if rounds >= self.case.at_most.get(name, self.plan.rounds):
+            system.note = f"stopped after {rounds}: no target is about it"
+            return True
         if rounds and self.last_round.get(name, 0.0) > self.plan.round_s:
             system.note = f"stopped after {rounds}: a round took {self.last_round[name]:.0f} s"
             return True

@@ -471,6 +471,22 @@ def test_the_guard_compares_ratios_not_seconds() -> None:
     assert guard.regressions(guard.ratios(twice_as_slow), before) == {}
 
 
+def test_the_guard_measures_what_its_ratios_are_made_of_and_no_more() -> None:
+    watched = guard.watched(FULL)
+    assert [case.name for case in watched] == list(guard.CASES)
+    for case in watched:
+        taken = {name for name in guard.SYSTEMS if case.takes(name)}
+        fakes = [
+            system(name, stall_s=1.0, save_s=1.0, restore_cold_s=1.0, restore_hot_s=1.0) for name in taken
+        ]
+        fakes.append(system(NATIVE, save_s=1.0, restore_cold_s=1.0, memcpy_s=1.0))
+        alone = CaseResult(case=case, nbytes=1, tensors=1, directory="", file_system="", systems=fakes)
+        every = guard.ratios(Results(mode="full", started="", cases=[alone]))
+        for name in taken:
+            alone.systems = [one for one in fakes if one.name != name]
+            assert set(guard.ratios(Results(mode="full", started="", cases=[alone]))) < set(every), name
+
+
 def test_the_guard_finds_a_regression_of_more_than_a_quarter() -> None:
     before = guard.ratios(made_up())
     assert guard.regressions(guard.ratios(made_up(restore_cold_s=1.3)), before) == {}

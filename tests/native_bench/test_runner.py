@@ -129,8 +129,8 @@ def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(tmp_path: Pa
     slow, named, reader = FAKES + "Slow", FAKES + "SlowToo", FAKES + "SlowReader"
     plan = runner.Plan(
         mode="quick",
-        cases=(msgspec.structs.replace(TINY, named=(named, "torch")),),
-        systems=("engine", slow, named, "torch", reader),
+        cases=(msgspec.structs.replace(TINY, named=(named, "torch", "dcp-1"), at_most={"dcp-1": 1}),),
+        systems=("engine", slow, named, "torch", reader, "dcp-1"),
         directory=tmp_path,
         rounds=2,
         patience=0.0,  # so that each is slow, whatever else the machine does
@@ -144,6 +144,9 @@ def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(tmp_path: Pa
         assert system.error is None
         assert system.rounds("save_s") == system.rounds("restore_cold_s") == rounds
         assert (system.note or "").startswith("only its first turn was measured: ") == (rounds == 1)
+    seldom = found.cases[0].find("dcp-1")
+    assert seldom is not None
+    assert (seldom.note, seldom.rounds("save_s")) == ("stopped after 1: no target is about it", 1)
     # What reads another's files is in that one's turns, which go on without it.
     reads, torch = found.cases[0].find(reader), found.cases[0].find("torch")
     assert reads is not None
