@@ -323,7 +323,7 @@ class Checkpointer:
                 hint="all ranks need the same shared file system at the same path",
             )
             failure = Failure.of(error, self.rank)
-        shape = f"block_nbytes={self.config.block_nbytes}, codec={self.config.codec!r}"
+        shape = f"block_nbytes={self.config.shard_block_nbytes}, codec={self.config.codec!r}"
         shapes = self._group.gather_all(shape.encode(), failure, what="opening the checkpoint root")
         for rank, other in enumerate(shapes):
             if other != shapes[0]:

@@ -8,6 +8,9 @@ from typing import Literal
 import msgspec
 
 PAGE_NBYTES = 4096
+BLOCK_NBYTES = 16 << 20
+COMPRESSED_BLOCK_NBYTES = 8 << 20
+"""Half as much: four threads with a frame each stay, with what zstd holds, within 64 MiB beside the arena."""
 # Lustre's rules for a layout.
 STRIPE_QUANTUM = 64 << 10
 MAX_STRIPES = 2000
@@ -25,7 +28,8 @@ MAX_COUNT = (1 << 63) - 1
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a `Checkpointer`. All ranks must use the same (`block_nbytes` and `codec` are compared).
 
-    block_nbytes: unit of I/O, digest and compression; a multiple of 4096 below 4 GiB.
+    block_nbytes: unit of I/O, digest and compression; a multiple of 4096 below 4 GiB. None: 16 MiB, and 8 MiB
+        where blocks are compressed, as each of `io_threads` then holds one (`shard_block_nbytes`).
     codec: `"raw"`; `"zstd"`, each block by the method that leaves the fewest bytes; or `"auto"`, which
         compresses only what is durable sooner for it, as samples of the state and the measured rate of the
         storage tell. Compressed shards (`"zstd"`, `"auto"`) are no safetensors files.
@@ -65,7 +69,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     restore_timeout_s: for the slowest rank to read its shard once the fastest one is done.
     """
 
-    block_nbytes: int = 16 << 20
+    block_nbytes: int | None = None
     codec: Literal["raw", "zstd", "auto"] = "raw"
     zstd_level: int = 1
     direct_io: Literal["auto", "on", "off"] = "auto"
@@ -98,10 +102,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ]
         if problems:
             raise ValueError("; ".join(problems))
-        if not 0 < self.block_nbytes < 1 << 32 or self.block_nbytes % PAGE_NBYTES:
-            problems.append(
-                f"block_nbytes must be a multiple of {PAGE_NBYTES} below 4 GiB, not {self.block_nbytes}"
-            )
+        block = self.shard_block_nbytes
+        if not 0 < block < 1 << 32 or block % PAGE_NBYTES:
+            problems.append(f"block_nbytes must be a multiple of {PAGE_NBYTES} below 4 GiB, not {block}")
         if self.codec not in ("raw", "zstd", "auto"):
             problems.append(f'codec must be "raw", "zstd" or "auto", not {self.codec!r}')
         if not -7 <= self.zstd_level <= 22:
@@ -148,6 +151,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if problems:
             raise ValueError("; ".join(problems))
 
+    @property
+    def shard_block_nbytes(self) -> int:
+        """What `block_nbytes` comes to, for this codec."""
+        if self.block_nbytes is not None:
+            return self.block_nbytes
+        return BLOCK_NBYTES if self.codec == "raw" else COMPRESSED_BLOCK_NBYTES
+
 
 def _is_int(value: object) -> bool:
     return type(value) is int
@@ -167,10 +177,13 @@ def _is_bool(value: object) -> bool:
 
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(
-        ("block_nbytes", "zstd_level", "io_threads", "stripe_nbytes", "max_arenas", "retries"),
+        ("zstd_level", "io_threads", "stripe_nbytes", "max_arenas", "retries"),
         ("an int", _is_int),
     ),
-    **dict.fromkeys(("keep_last", "keep_every", "arena_budget_nbytes"), ("an int or None", _is_int_or_none)),
+    **dict.fromkeys(
+        ("block_nbytes", "keep_last", "keep_every", "arena_budget_nbytes"),
+        ("an int or None", _is_int_or_none),
+    ),
     **dict.fromkeys(
         ("commit_timeout_s", "stall_timeout_s", "agree_timeout_s", "restore_timeout_s"),
         ("a number of seconds", _is_seconds),

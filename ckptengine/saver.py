@@ -300,7 +300,7 @@ class Saver:
             own_at=template.own_at,
             data_offset=template.nbytes,
             data_nbytes=snapshot.data_nbytes,
-            block_nbytes=config.block_nbytes,
+            block_nbytes=config.shard_block_nbytes,
             codec="raw" if config.codec == "raw" else "zstd",
             auto=config.codec == "auto",
             zstd_level=config.zstd_level,

@@ -95,7 +95,7 @@ def plan_snapshot(
                 rank=rank,
                 world_size=world_size,
                 codec="raw" if config.codec == "raw" else "zstd",
-                block_nbytes=config.block_nbytes,
+                block_nbytes=config.shard_block_nbytes,
                 data_nbytes=data_nbytes,
                 tensors=tuple(item.entry(*spans[item.name]) for item in flat.items),
                 views=tuple(flat.views),

@@ -201,6 +201,12 @@ def test_a_job_works_at_the_upper_bounds(tmp_path: Path) -> None:
     assert same(state, state_at(2))
 
 
+@pytest.mark.parametrize(("codec", "mib"), [("raw", 16), ("zstd", 8), ("auto", 8)])
+def test_compressed_blocks_are_smaller_unless_told(codec: Any, mib: int) -> None:
+    assert ck.Config(codec=codec).shard_block_nbytes == mib << 20
+    assert ck.Config(codec=codec, block_nbytes=32 << 20).shard_block_nbytes == 32 << 20
+
+
 def test_all_wrong_settings_are_named_at_once() -> None:
     with pytest.raises(ValueError, match=r"block_nbytes must be .*; io_threads must be"):
         ck.Config(block_nbytes=1, io_threads=0)

@@ -11,6 +11,7 @@ docs/design/performance.md.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -24,17 +25,29 @@ _WORDS = {2: "<u2", 4: "<u4"}
 _TILE_NBYTES = 512 << 10
 
 
+class _Tiles(threading.local):
+    """Kept from block to block: what the C library gets back it gives to the system, and the next block would
+    pay for pages that are new again."""
+
+    def __init__(self) -> None:
+        self.narrow = bytearray(_TILE_NBYTES // 2)
+        self.shifted = bytearray(_TILE_NBYTES)
+
+
+_tiles = _Tiles()
+
+
 def pieces(block: Buffer, size: int) -> Iterator[memoryview]:
     """The planes of elements of `size` (2, 4 or 8) bytes, from the first byte to the last, piece by piece.
-    Each piece is good until the next is asked for."""
+    Each piece is good until the thread asks for the next, of this block or another."""
     import numpy as np
 
     elements = _elements(block, size)
     word = _WORDS.get(size)
     words = None if word is None else elements.reshape(-1).view(word)
     tile = max(1, min(_TILE_NBYTES // size, len(elements)))
-    narrow = np.empty(tile, np.uint8)
-    shifted = None if word is None else np.empty(tile, word)
+    narrow = np.frombuffer(_tiles.narrow, np.uint8, tile)
+    shifted = None if word is None else np.frombuffer(_tiles.shifted, word, tile)
     for p in range(size):
         for at in range(0, len(elements), tile):
             piece = narrow[: len(elements) - at]

@@ -13,7 +13,8 @@ import zstandard
 
 Buffer = bytes | bytearray | memoryview
 
-_CHUNK_NBYTES = 1 << 20
+_CHUNK_NBYTES = 64 << 10
+"""Of what is compressed at once. From twice as much on, the C library maps new pages for each."""
 
 
 class _Contexts(threading.local):
@@ -29,7 +30,7 @@ def compress_into(out: memoryview, pieces: Iterable[Buffer], nbytes: int, level:
     """Put the `nbytes` bytes that the pieces are together into `out`, as one zstd frame, and return its
     length; None if it would not be smaller, or does not fit: the block should be stored as it is.
 
-    Beyond `out`, it takes 1 MiB and what zstd's window does, whatever the block's size.
+    Beyond `out`, it takes what zstd's window does and little more, whatever the block's size.
 
     `level` None is for byte planes. They repeat no strings, only the frequencies of bytes: matches that a
     search finds there are short, and cost more than they save. Level 1 with a table too small to find any but
