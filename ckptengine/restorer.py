@@ -93,6 +93,7 @@ def begin_restore(
 ) -> RestoreHandle:
     """As `restore`, up to where training can begin."""
     run = _Run(options, store, group, config)
+    run.exchange = ExchangeInfo(why="a streaming restore has each rank read for itself")
     with ExitStack() as held:
         return _first_whole(run, root, state, step, held, partial(_stream_step, run, state, priority, held))
 

@@ -335,7 +335,7 @@ class Matcher:
     def _match_module(self, adapter: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
         state = adapter.state()
         entries = self._entries(node, path)
-        stored = self._wanted.entries(state, path, entries)
+        stored = self._wanted.entries(state, path, entries, of_module=True)
         buffers = adapter.buffers() if self._wanted.partial.parameters_only else ()
         given: dict[Any, Callable[[], Any]] = {}
         needed: list[Placement] = []

@@ -52,8 +52,11 @@ class Wanted:
         inner = (f"{name}.{below}" for below, child in trees.named(node, _key_text) if _is_leaf(child))
         return [one for one in inner if partial.selects(one) != whole]
 
-    def entries(self, target: Mapping[Any, Any], path: Path, stored: dict[Any, Node]) -> dict[Any, Node]:
-        """The nodes of a dict's keys. stored: those under the dict's own name.
+    def entries(
+        self, target: Mapping[Any, Any], path: Path, stored: dict[Any, Node], *, of_module: bool = False
+    ) -> dict[Any, Node]:
+        """The nodes of a dict's keys. stored: those under the dict's own name. of_module: in a module's, all
+        is taken as a whole, also an extra state that is a dict.
 
         One that is only looked into has none if its own name was not stored: what is in it may have been.
         """
@@ -61,13 +64,14 @@ class Wanted:
             return stored
         found = dict(stored) if self.partial.rename is None else {}
         for key, value in target.items():
+            looked_into = not of_module and is_structure(value)
             if self.partial.rename is not None:
                 name = self.partial.stored_name(joined((*path, key)))
                 if name in self._nodes:
                     found[key] = self._nodes[name]
-                    if not is_structure(value):
+                    if not looked_into:
                         self._used.add(name)
-            if key not in found and is_structure(value):
+            if key not in found and looked_into:
                 found[key] = {}
         return found
 

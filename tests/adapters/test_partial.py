@@ -191,6 +191,31 @@ def test_a_wrapped_model_and_its_optimizer_go_into_a_bare_one_and_back(
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+class Noted(nn.Linear):
+    """Has a dict beside its tensors."""
+
+    note = "none"
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        self.note = state["note"]
+
+
+def test_an_extra_state_that_is_a_dict_goes_with_its_module(restore: Restore) -> None:
+    source, into = Noted(2, 2), Noted(2, 2)
+    source.note = "stored"
+    match = restore(Saved({"old": Wrapped(source)}), {"new": into}, rename={"new": "old.module"})
+    assert into.note == "stored"
+    assert (match.missing, match.unexpected) == ((), ())
+    bare = Saved({"m": nn.Linear(2, 2)})
+    with pytest.raises(ck.StateMismatchError, match=r"m\._extra_state: not in the checkpoint"):
+        restore(bare, {"m": into}, include="m")
+    restore(bare, {"m": into}, include="m", strict=False)
+    assert into.note == "stored"
+
+
 def test_names_may_be_mapped_by_a_function_and_in_dicts(restore: Restore) -> None:
     saved = Saved({"old": {"w": torch.ones(2), "n": {"v": 3}}, "step": 1, "unused": {"x": 5}})
     target: dict[str, Any] = {"new": {"w": torch.zeros(2), "n": {"v": 0}}, "step": 0}

@@ -211,14 +211,14 @@ def _compare(whole: Any, state: Any, name: str) -> int:
     if isinstance(state, torch.Tensor | LocalChunk):
         expected = whole.get_tensor(name)
         for local in extract(state):
-            assert bits(local.tensor) == bits(_part(expected, local.chunk)), name
+            assert bits(local.tensor) == bits(part(expected, local.chunk)), name
         return 1
     if isinstance(state, dict):
         return sum(_compare(whole, value, f"{name}.{key}") for key, value in state.items())
     return 0
 
 
-def _part(tensor: torch.Tensor, chunk: Chunk | None) -> torch.Tensor:
+def part(tensor: torch.Tensor, chunk: Chunk | None) -> torch.Tensor:
     if chunk is None:
         return tensor
     if chunk.flat_of is not None:
