@@ -1,6 +1,7 @@
 """How much memory do saves and restores need beside the state, and what do many saves leave behind?
 
-Each figure is of a process that does nothing else: `native_bench.restore_peak`, `native_bench.steady_saves`.
+Each figure is of a process that does nothing else: `native_bench.restore_peak`, `native_bench.save_peak`,
+`native_bench.steady_saves`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from native_bench.save_peak import PAGES
 from native_bench.sections import Section, Table
 from native_bench.targets import Target
 
@@ -29,6 +31,7 @@ BESIDE_ARENA_NBYTES = 64 * MIB
 GROWTH_NBYTES = 2 * MIB
 """Between two windows of saves; what an allocator keeps differs by that much."""
 PROCESSES = ("trainer", "writer")
+CODECS = ("raw", "zstd", "auto")
 SNAPSHOTS = ("copy", "overlap")
 LAYOUTS = {"straight": "into tensors as they lie", "turned": "into transposed tensors"}
 """Of what is restored into: as `native_bench.restore_peak` calls it, and as the report does."""
@@ -42,6 +45,20 @@ ENVIRONMENT = {
 
 Held = list[dict[str, Any]]
 """What `native_bench.steady_saves` tells: before the first save of a state, then after each."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePeak:
+    """What the two processes had beside the arena at their peaks, in bytes; and whether that came in huge
+    pages."""
+
+    trainer: int
+    writer: int
+    huge: bool
+
+    @property
+    def both(self) -> int:
+        return self.trainer + self.writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,12 @@ def restored(root: Path, layout: str, tensors: int, nbytes: int) -> int:
 def saved(root: Path, codec: str, tensors: int, nbytes: int) -> None:
     """A checkpoint for `restored`."""
     _run("restore_peak", "save", root, codec, tensors, nbytes)
+
+
+def save_peak(root: Path, codec: str, pages: str, nbytes: int, count: int) -> SavePeak:
+    """The most of `count` saves of `nbytes`."""
+    told = json.loads(_run("save_peak", root, codec, pages, nbytes, count).splitlines()[-1])
+    return SavePeak(told["trainer"], told["writer"], told["huge"])
 
 
 def saves(root: Path, count: int, snapshot: str, codec: str) -> Held:
@@ -100,7 +123,8 @@ def arenas(held: Held) -> int:
 
 
 def beside_arena(held: Held) -> int:
-    """Bytes both processes had more at most than before the first save, without the arena, which both map."""
+    """Bytes both processes kept after a save, at most, beyond what they had before the first, without the
+    arena, which both map."""
     before = held[0]
     added: dict[tuple[str, str], int] = {
         (process, what): max(line[process][what] for line in held) - before[process][what]
@@ -115,6 +139,7 @@ def section(directory: Path, quick: bool) -> Section:
     """For the report."""
     count, warm, window = (14, 8, 3) if quick else (200, 20, 10)
     nbytes = (64 if quick else 512) * MIB
+    saved_nbytes = (128 if quick else 1024) * MIB
     root = Path(tempfile.mkdtemp(prefix="native-bench-memory-", dir=directory))
     try:
         peaks = {}
@@ -123,6 +148,11 @@ def section(directory: Path, quick: bool) -> Section:
             for layout in LAYOUTS:
                 peaks[codec, layout] = restored(root / codec, layout, 8, nbytes)
             shutil.rmtree(root / codec)
+        beside = {}
+        for codec in CODECS:
+            for pages in PAGES:
+                beside[codec, pages] = save_peak(root / "peak", codec, pages, saved_nbytes, 2)
+                shutil.rmtree(root / "peak")
         # Beside each other: it is memory that is measured, and no time.
         with ThreadPoolExecutor(len(SNAPSHOTS)) as pool:
             running = {
@@ -132,22 +162,24 @@ def section(directory: Path, quick: bool) -> Section:
             held = {snapshot: run.result() for snapshot, run in running.items()}
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    return _section(nbytes, count, peaks, held, warm=warm, window=window)
+    return _section(nbytes, peaks, saved_nbytes, beside, held, warm=warm, window=window)
 
 
 def _section(
     nbytes: int,
-    count: int,
     peaks: Mapping[tuple[str, str], int],
+    saved_nbytes: int,
+    beside: Mapping[tuple[str, str], SavePeak],
     held: Mapping[str, Held],
     *,
     warm: int,
     window: int,
 ) -> Section:
     grown = {snapshot: growth(lines, warm=warm, window=window) for snapshot, lines in held.items()}
-    beside = {snapshot: beside_arena(lines) for snapshot, lines in held.items()}
+    count = min(len(lines) for lines in held.values()) - 1
     worst = max(peaks, key=lambda kind: peaks[kind])
-    most = max(beside.values())
+    costly = max(beside, key=lambda kind: beside[kind].both)
+    most = beside[costly].both
     all_grown = [one for several in grown.values() for one in several]
     targets = [
         Target(
@@ -158,7 +190,8 @@ def _section(
         ),
         Target(
             "memory of a save beside its arena",
-            f"{_mib(most)}, trainer and writer together",
+            f"{_mib(most)} at the peak ({costly[0]}, arena's pages {PAGES[costly[1]]}), trainer and writer "
+            "together",
             f"≤ {_mib(BESIDE_ARENA_NBYTES)}",
             most <= BESIDE_ARENA_NBYTES,
         ),
@@ -176,6 +209,17 @@ def _section(
             for codec in ("raw", "zstd")
         ],
     )
+    peak = Table(
+        head=["a save of", "arena's pages", "trainer", "writer", "both at most"],
+        rows=[
+            [
+                f"a {codec} shard",
+                PAGES[pages] + ("" if pages == "small" else ": huge" if one.huge else ": of 4 KiB"),
+                *map(_mib, (one.trainer, one.writer, one.both)),
+            ]
+            for (codec, pages), one in beside.items()
+        ],
+    )
     rows = []
     for snapshot, lines in held.items():
         state = lines[0]["state"]
@@ -186,22 +230,34 @@ def _section(
                     f"{snapshot}, {process}",
                     _mib(state),
                     _mib(arenas(lines)),
-                    _mib(beside[snapshot]),
+                    _mib(beside_arena(lines)),
                     *(f"{_mib(of[what].then)} → {_mib(of[what].now)}" for what in ("anonymous", "shared")),
                     *(f"{of[what].then} → {of[what].now}" for what in ("fds", "threads")),
                 ]
             )
     steady = Table(
-        head=["saves", "state", "arena", "both beside it", "own memory", "shared", "descriptors", "threads"],
+        head=[
+            "after saves",
+            "state",
+            "arena",
+            "both beside it",
+            "own memory",
+            "shared",
+            "descriptors",
+            "threads",
+        ],
         rows=rows,
     )
     text = [
         f"Resident memory of processes that do nothing else. Restores: what a process that restores "
         f"{_mib(nbytes)} had more at the peak than with its target alone, sampled every millisecond. "
-        f"Saves: what the trainer and its writer hold after each of {count} saves, between which the "
-        f"optimizer steps; *→*: the least of {window} saves after the first {warm}, and of the last {window}."
+        "While saves run: what the trainer and its writer had at the peak beside an arena of "
+        f"{_mib(saved_nbytes)} of float32 weights, more than before the first save; the kernel keeps the "
+        "peak of each process, so that none is too short to be seen, and their sum is at least what both had "
+        f"at once. After saves: what they hold after each of {count}, between which the optimizer steps; "
+        f"*→*: the least of {window} saves after the first {warm}, and of the last {window}."
     ]
-    return Section(text=text, tables=[restores, steady], targets=targets)
+    return Section(text=text, tables=[restores, peak, steady], targets=targets)
 
 
 def _most(grown: Sequence[Growth]) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 from ckptengine.write.methods import History
 from native_bench import more, sections
-from native_bench.memory import growth
+from native_bench.memory import SavePeak, growth
+from native_bench.memory import _section as memory_section
 from native_bench.slow_device import Device, Shard
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,22 @@ def test_memory_comes_to_tables_and_targets(tmp_path: Path) -> None:
     assert section.error is None
     assert [target.met for target in section.targets] == [True] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["section.json"]
+
+
+def test_the_row_of_a_save_s_memory_is_that_of_the_worst_codec() -> None:
+    process = {"anonymous": 0, "shared": 0, "fds": 5, "threads": 3, "shm": 0}
+    line = {"trainer": process, "writer": process, "arenas": 0, "state": 0}
+    restores = {(codec, layout): 1 << 20 for codec in ("raw", "zstd") for layout in ("straight", "turned")}
+    mib = 1 << 20
+    for most, met in ((60, True), (61, False)):
+        beside = {
+            ("raw", "huge"): SavePeak(0, 63 * mib, True),
+            ("zstd", "small"): SavePeak(4 * mib, most * mib, False),
+        }
+        made = memory_section(mib, restores, mib, beside, {"copy": [line] * 9}, warm=2, window=2)
+        (row,) = (one for one in made.targets if one.figure == "memory of a save beside its arena")
+        assert row.met is met
+        assert row.measured.startswith(f"{most + 4} MiB at the peak (zstd, ")
 
 
 def test_growth_is_that_of_the_least_of_each_window() -> None:
