@@ -62,7 +62,7 @@ FULL = (
         kind="model",
         nbytes=2 * GIB,
         count=117,
-        named=("dcp-1", "dcp-2", "nvrx"),
+        named=("dcp-1", "dcp-2", "dcp-async-stager", "nvrx"),
         at_most={"engine-zstd": 3, "engine-auto": 3},  # ten seconds each
     ),
     Case(
@@ -82,6 +82,7 @@ FULL = (
         count=117,
         world_size=2,
         apart={**_CODECS, **_UNVERIFIED},
+        named=("dcp-async-stager",),
     ),
     Case(
         name="tmpfs",

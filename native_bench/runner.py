@@ -237,7 +237,8 @@ class _Bench:
     def _add_limits(self) -> None:
         if self.limits is None:
             return
-        self.advance(f"{self.case.name}: the native programs' fastest settings")
+        self.advance("")
+        self.say(f"{self.case.name}: finding the native programs' fastest settings")
         if self.limits.missing:
             self.result.skipped[NATIVE] = self.limits.missing
         else:

@@ -88,6 +88,10 @@ class AsyncProcess(AsyncThread):
     )
     process = True
 
+    def open(self, place: Place) -> None:
+        super().open(place)
+        share_by_name(len(place.fresh_state()))
+
 
 class AsyncStager(AsyncThread):
     """A stager kept for the job reuses its memory: the fastest way DCP has to take a snapshot on the CPU."""
