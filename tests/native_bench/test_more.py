@@ -15,7 +15,8 @@ from native_bench.memory import _section as memory_section
 from native_bench.slow_device import Device, Shard
 
 ROOT = Path(__file__).parents[2]
-IN_A_SAMPLE = (pytest.mark.slow, pytest.mark.sample)
+# Each is a measurement of its own, of up to a minute where nothing else runs.
+IN_A_SAMPLE = (pytest.mark.slow, pytest.mark.sample, pytest.mark.timeout(400))
 SLOW_PARTS = ("step-time", "streaming", "codecs", "growth", "reshard", "exchange")
 
 
@@ -39,6 +40,7 @@ def test_every_part_comes_to_tables_and_targets(tmp_path: Path, name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.sample
+@pytest.mark.timeout(400)
 def test_memory_comes_to_tables_and_targets(tmp_path: Path) -> None:
     section = more.run("memory", tmp_path, tmp_path / "section.json", quick=True)
     assert section.error is None
