@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from native_bench.__main__ import main
 from native_bench.cases import FULL, GIB, QUICK, Case
 from native_bench.guard import Baseline
 from native_bench.peers import SYSTEMS, make
+from native_bench.peers.engine import cpu_seconds_of
 from native_bench.results import NATIVE, STREAMING, CaseResult, Results, System
 from native_bench.sections import Section, Table
 from native_bench.targets import REPORTED, Target, fastest_limit, overhead_s, targets, unmeasured
@@ -45,7 +50,14 @@ def system(name: str, **figures: float | list[float]) -> System:
 
 
 def made_up(**engine: float | list[float]) -> Results:
-    figures = {"stall_s": 0.2, "save_s": 1.0, "restore_cold_s": 1.0, "restore_hot_s": 0.25, **engine}
+    figures = {
+        "stall_s": 0.2,
+        "save_s": 1.0,
+        "save_writer_cpu_s": 0.8,
+        "restore_cold_s": 1.0,
+        "restore_hot_s": 0.25,
+        **engine,
+    }
     large = CaseResult(
         case=Case(name="large", title="Large", kind="model", nbytes=2 * GIB, count=117),
         nbytes=2 * GIB,
@@ -70,7 +82,14 @@ def made_up(**engine: float | list[float]) -> Results:
         file_system="ext4",
         systems=[
             system(NATIVE, save_s=0.2, restore_cold_s=0.2, restore_hot_s=0.05, memcpy_s=0.02),
-            system("engine", stall_s=0.1, save_s=0.4, restore_cold_s=0.4, restore_hot_s=0.2),
+            system(
+                "engine",
+                stall_s=0.1,
+                save_s=0.4,
+                save_writer_cpu_s=0.2,
+                restore_cold_s=0.4,
+                restore_hot_s=0.2,
+            ),
             system("dcp-1", stall_s=9.0, save_s=9.0, restore_cold_s=8.0, restore_hot_s=8.0),
         ],
     )
@@ -244,6 +263,42 @@ def test_the_overhead_of_a_small_tensor_leaves_out_what_its_bytes_cost() -> None
     assert small is not None
     assert overhead_s(small, large, "restore_hot_s") == pytest.approx((0.2 - 0.25 / 8) / 20_000)
     assert overhead_s(small, None, "restore_hot_s") is None
+
+
+def test_the_overhead_of_a_save_is_that_of_its_call_and_of_its_writer() -> None:
+    row = "small tensors, overhead of a save, in call and writer, without I/O, copy and digest"
+    measured = made_up()
+    for case, cpu_s in zip(measured.cases, (0.8, 0.22), strict=True):
+        engine = case.find("engine")
+        assert engine is not None
+        engine.samples["save_writer_cpu_s"] = [cpu_s] * 5
+        # What the large case takes for an eighth of its bytes: 25 ms in the call, 100 ms in the writer.
+        engine.samples["stall_s"] = [0.2 if case.case.name == "large" else 0.105]
+    found = by_figure(targets(measured))[row]
+    assert found.measured == "10.0 µs a tensor: 4.0 in the call, 6.0 of the writer process's CPU time"
+    assert found.met
+    measured.cases[1].systems[1].samples["save_writer_cpu_s"] = [0.24] * 5
+    found = by_figure(targets(measured))[row]
+    assert (found.met, found.measured[:16]) == (False, "11.0 µs a tensor")
+    del measured.cases[1].systems[1].samples["save_writer_cpu_s"]
+    found = by_figure(targets(measured))[row]
+    assert (found.met, found.measured) == (None, "not measured")
+
+
+def test_a_process_s_cpu_time_has_its_ended_threads_in_it() -> None:
+    assert cpu_seconds_of(None) == 0.0
+    before = time.process_time()
+    seconds = cpu_seconds_of(os.getpid())
+    assert before <= seconds <= time.process_time()
+    code = "import threading, time\nt = threading.Thread(target=lambda: sum(range(3_000_000)))\n"
+    code += "t.start(); t.join(); print(time.process_time(), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        said = float(child.stdout.readline())
+        assert said <= cpu_seconds_of(child.pid) <= said + 0.5
+        child.communicate("\n")
 
 
 def test_the_report_tells_what_was_measured_and_what_was_not() -> None:
