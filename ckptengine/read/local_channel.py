@@ -79,6 +79,10 @@ class LocalChannel:
         self._watched: dict[int, int] = {}
         self._mine = Ring.make(slots_for(self._nbytes, len(self._own)), self._nbytes, len(members))
         self._rings = {me: self._mine}
+        # Beside the first reads: before them, it would be time in which nobody reads.
+        self._ends = threading.Event()
+        self._populating = threading.Thread(target=self._populate, name="ckptengine-ring", daemon=True)
+        self._populating.start()
 
     def offer(self) -> Offer:
         return Offer(os.getpid(), self._mine.fd, self._mine.arena_nbytes, self._mine.slots, self._nbytes)
@@ -126,11 +130,18 @@ class LocalChannel:
         self._mine.give_up()
 
     def close(self) -> None:
+        self._ends.set()
+        self._populating.join()
         for ring in self._rings.values():
             ring.close()
         for fd in self._watched.values():
             os.close(fd)
         self._watched.clear()
+
+    def _populate(self) -> None:
+        # Pages that cannot be had this way come when a slot is first written to.
+        with contextlib.suppress(OSError):
+            self._mine.populate(lambda: not self._ends.is_set())
 
     def _wait_released(self, turn: Turn) -> None:
         number = turn.number + 1

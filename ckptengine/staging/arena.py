@@ -61,7 +61,8 @@ class Arena:
     its first `STATUS_NBYTES`, `payload` the rest, from `payload_address` on.
 
     try_huge: False where it is not kept for long: huge pages may take a fifth of a second to come by, or not
-    to. `huge` tells whether nearly all of it is in huge pages: physically contiguous, as devices like it.
+    to. prefault: False where pages may come later, when they are written to. `huge` tells whether nearly all
+    of it is in huge pages: physically contiguous, as devices like it.
 
     `close()` gives up the descriptor and this object's mapping. Memory that is still looked at, through a
     memoryview or a tensor made from one, stays mapped until the last of them is gone: unmapping it would
@@ -71,7 +72,7 @@ class Arena:
 
     __slots__ = ("_mark", "_memory", "_status", "address", "before_close", "capacity", "fd", "huge")
 
-    def __init__(self, capacity: int, *, try_huge: bool = True) -> None:
+    def __init__(self, capacity: int, *, try_huge: bool = True, prefault: bool = True) -> None:
         if capacity < 0:
             raise ValueError(f"an arena's capacity must not be negative, not {capacity}")
         capacity = round_up(capacity, GRAIN)
@@ -87,7 +88,8 @@ class Arena:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self._take(fd, capacity)
-            self.huge = _prefault(self.address, nbytes, try_huge)
+            if prefault:
+                self.huge = _prefault(self.address, nbytes, try_huge)
         except BaseException as exc:
             if fd >= 0:
                 os.close(fd)

@@ -8,11 +8,16 @@ process only, and stored and loaded as one machine word. Nothing here waits: `ck
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 from ckptengine.format.limits import PAGE, round_up
 from ckptengine.staging.arena import Arena, attach
+from ckptengine.storage.linux import MADV_POPULATE_WRITE, madvise
 
 _WORD = 8
+
+POPULATE_NBYTES = 4 << 20
+"""At once: nobody else in the process can map memory meanwhile."""
 
 
 class Ring:
@@ -39,8 +44,12 @@ class Ring:
 
     @classmethod
     def make(cls, slots: int, nbytes: int, members: int) -> Ring:
-        """A ring of this process's. Raises `SaveFailedError` if there is no memory for it."""
-        return cls(Arena(cls.capacity(slots, nbytes, members), try_huge=False), slots, nbytes, members)
+        """A ring of this process's. Raises `SaveFailedError` if there is no memory for it.
+
+        Its slots get their pages by `populate`, or when they are first written to.
+        """
+        arena = Arena(cls.capacity(slots, nbytes, members), try_huge=False, prefault=False)
+        return cls(arena, slots, nbytes, members)
 
     @classmethod
     def join(cls, pid: int, fd: int, capacity: int, slots: int, nbytes: int, members: int) -> Ring:
@@ -62,6 +71,18 @@ class Ring:
     def view(self, number: int) -> memoryview:
         at = self._first + self._slot(number) * self._nbytes
         return self._arena.payload[at : at + self._nbytes]
+
+    def populate(self, goes_on: Callable[[], bool]) -> None:
+        """Give the slots their pages, in order, as long as it `goes_on`; also while they are being filled.
+
+        Not after `close`. Raises OSError if there is no memory, and before Linux 5.14.
+        """
+        start = self._arena.payload_address + self._first
+        for at in range(0, self.slots * self._nbytes, POPULATE_NBYTES):
+            if not goes_on():
+                return
+            nbytes = min(POPULATE_NBYTES, self.slots * self._nbytes - at)
+            madvise(start + at, nbytes, MADV_POPULATE_WRITE)
 
     def publish(self, number: int) -> None:
         """The slot is filled."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from itertools import pairwise
 
 import pytest
 
 from ckptengine.errors import StorageError
+from ckptengine.staging import ring
 from ckptengine.staging.ring import Ring
 
 SLOTS, NBYTES, MEMBERS = 3, 8192, 4
@@ -60,3 +62,39 @@ def test_a_ring_of_a_process_that_has_closed_it_cannot_be_joined() -> None:
     mine.close()
     with pytest.raises(StorageError):
         Ring.join(os.getpid(), fd, capacity, SLOTS, NBYTES, MEMBERS)
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 99])
+def test_its_slots_get_their_pages_as_long_as_they_are_wanted(
+    allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "POPULATE_NBYTES", NBYTES)
+    mine = Ring.make(SLOTS, NBYTES, MEMBERS)
+    before = os.fstat(mine.fd).st_blocks
+    mine.view(1)[:] = b"\x01" * NBYTES  # a thread that fills it comes first
+    asked: list[bool] = []
+
+    def goes_on() -> bool:
+        asked.append(len(asked) < allowed)
+        return asked[-1]
+
+    mine.populate(goes_on)
+    there = (os.fstat(mine.fd).st_blocks - before) * 512
+    assert there == NBYTES * max(1, min(allowed, SLOTS))
+    assert mine.view(1) == b"\x01" * NBYTES
+
+
+def test_slots_that_cannot_get_their_pages_beforehand_keep_what_is_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before Linux 5.14."""
+
+    def refuse(address: int, nbytes: int, advice: int) -> None:
+        raise OSError(errno.EINVAL, "madvise")
+
+    mine = Ring.make(SLOTS, NBYTES, MEMBERS)
+    mine.view(1)[:] = b"\x01" * NBYTES
+    monkeypatch.setattr(ring, "madvise", refuse)
+    with pytest.raises(OSError, match="madvise"):
+        mine.populate(lambda: True)
+    assert mine.view(1) == b"\x01" * NBYTES
