@@ -10,13 +10,16 @@ from typing import Any
 import msgspec
 
 from ckptengine.adapters.restore import Match
+from ckptengine.adapters.rounds import Destinations
 from ckptengine.catalog.catalog import read_manifest
 from ckptengine.errors import CorruptCheckpointError
 from ckptengine.format.manifest import Manifest, ShardRef
 from ckptengine.format.shard import ShardHeader
 from ckptengine.phases import Phase, Stopwatch
 from ckptengine.read.held import HeldTensors, held_tensors
-from ckptengine.read.reader import ReadStats, ShardReader, read_shard
+from ckptengine.read.plan import Destination
+from ckptengine.read.reader import ReadStats, ShardReader
+from ckptengine.read.several import ShardPart, read_shards
 from ckptengine.read.shards import open_header, shard_path
 from ckptengine.storage.store import Store
 from ckptengine.storage.threads import in_threads
@@ -157,6 +160,14 @@ class StepShards:
         ref = self._ref if rank in (None, self._ref.rank) else self._manifest.shards[rank]
         return shard_path(self._assignment.step_path, ref), self.header_of(ref.rank)
 
+    def _parts(self, wanted: Destinations) -> list[ShardPart]:
+        """Each shard once, also where the own one goes by both its names."""
+        by_path: dict[str, tuple[ShardHeader, list[Destination]]] = {}
+        for rank, destinations in wanted.items():
+            path, header = self._opened(rank)
+            by_path.setdefault(path, (header, []))[1].extend(destinations)
+        return [ShardPart(path, header, some) for path, (header, some) in by_path.items()]
+
     def read(self, match: Match, threads: int, verify: bool) -> ReadStats:
         """Fill the target of a match."""
         stats = ReadStats()
@@ -167,10 +178,8 @@ class StepShards:
                 one = next(rounds, None)
             if one is None:
                 return stats
-            for rank, destinations in one.destinations.items():
-                path, header = self._opened(rank)
-                read = read_shard(self._store, path, header, destinations, threads=threads, verify=verify)
-                watch.add_all(read.phases)
-                stats += read
+            read = read_shards(self._store, self._parts(one.destinations), threads=threads, verify=verify)
+            watch.add_all(read.phases)
+            stats += read
             with watch.measure("scatter"):
                 one.finish()

@@ -526,11 +526,11 @@ def test_a_step_is_not_deleted_while_it_is_restored(
         # What retention would ask, in whatever process.
         with PosixStore().try_lock_exclusive(str(step_path(ckpt.root, 1))) as free:
             held.append(not free)
-        return read_shard(*args, **options)
+        return read_shards(*args, **options)
 
     held: list[bool] = []
-    read_shard = step_shards.read_shard
-    monkeypatch.setattr(step_shards, "read_shard", read)
+    read_shards = step_shards.read_shards
+    monkeypatch.setattr(step_shards, "read_shards", read)
     ckpt.save(1, state_at(1))
     restored(ckpt)
     assert held == [True]
