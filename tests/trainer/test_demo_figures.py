@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import ckptengine as ck
-from trainer.demo.__main__ import Result, table_of
+from trainer.demo.__main__ import Phases, Result, table_of
 from trainer.demo.compare import Comparison, compare_checkpoints, same_bytes
 from trainer.demo.runs import DemoError, losses, progress, recovery, save_figures, wipe
 
@@ -131,3 +131,25 @@ def test_the_demo_empties_its_own_folder_only(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="was not made by the demo"):
         wipe(foreign)
     assert (foreign / "chapter").exists()
+
+
+def test_without_a_terminal_a_phase_says_in_lines_how_far_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    with Phases().phase("train", 24) as show:
+        for what, step in [
+            ("starting", 0),
+            ("starting", 0),
+            ("training", 0),
+            *(("training", n) for n in range(1, 18)),
+        ]:
+            show(what, step)
+        show("rank 1 killed, restarting", 17)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:-1] == [
+        "         train ...",
+        "         . starting",
+        "         . training",
+        "         . training, step 8 of 24",
+        "         . training, step 16 of 24",
+        "         . rank 1 killed, restarting, step 17 of 24",
+    ]
+    assert lines[-1].endswith(" s train")

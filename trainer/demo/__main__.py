@@ -37,6 +37,8 @@ from trainer.demo.runs import (
 from trainer.launch import quiet_environment
 
 TITLES = {"1": "FSDP1", "2": "FSDP2"}
+SHOWN_EVERY = 8
+"""Steps, between two lines where there is no terminal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class Result:
 
 
 class Phases:
-    """Shows what is being done, on stderr: a bar on a terminal, else a line at a phase's begin and end."""
+    """Shows what is being done, on stderr: a bar on a terminal, else lines at a phase's begin and end, and
+    where it comes to something else or has done some steps."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -72,9 +75,21 @@ class Phases:
                     task, description=f"{title} [dim]{what}[/]", completed=step
                 )
         else:
-            self._console.print(f"         {title} ...")
-            yield lambda what, step: None
+            self.say(f"         {title} ...")
+            yield self._in_lines(steps)
         self._console.print(f"[green]{time.monotonic() - began:6.1f} s[/] {title}", soft_wrap=True)
+
+    def _in_lines(self, steps: int | None) -> Callable[[str, int], None]:
+        said: tuple[str, int] | None = None
+
+        def show(what: str, step: int) -> None:
+            nonlocal said
+            news = what, step // SHOWN_EVERY
+            if news != said:
+                said = news
+                self.say(f"         . {what}" + (f", step {step} of {steps}" if step else ""))
+
+        return show
 
     def say(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, soft_wrap=True)
