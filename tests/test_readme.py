@@ -40,21 +40,21 @@ def test_the_ten_lines_run_and_continue(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(300)  # four starts of torch
 def test_the_quick_start_runs_and_the_result_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "read.py").write_text(READ)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-    ]
-    first = run(torchrun, tmp_path)
+
+    def torchrun(ranks: int) -> list[str]:
+        module = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*module, "--nproc-per-node", str(ranks), "train.py"]
+
+    first = run(torchrun(2), tmp_path)
     assert first.count("the newest commit is step 40") == 2
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("step-"))
     assert kept == ["step-0000000030", "step-0000000040"]
-    assert "rank 1 continues after step 40" in run(torchrun, tmp_path)
+    assert "rank 1 continues after step 40" in run(torchrun(2), tmp_path)
+    alone = run(torchrun(1), tmp_path)
+    assert "rank 0 continues after step 40" in alone
+    assert "rank 1" not in alone
     assert "train.model.0.weight" in run([sys.executable, "read.py"], tmp_path)
