@@ -14,7 +14,7 @@ import pytest
 import ckptengine as ck
 from ckptengine.format.names import step_dirname
 from ckptengine.format.shard import decode_header
-from tests.dist import cases, combination_cases
+from tests.dist import cases, combination_cases, exchange_cases
 from tests.helpers.checkpoints import flip, read_manifest
 from tests.helpers.ranks import Ranks
 
@@ -43,6 +43,17 @@ def four() -> Iterator[Ranks]:
         yield ranks
 
 
+CHANNELS = {"ddp": "shared memory", "hsdp": "gloo"}
+"""What blocks are exchanged through, by the kind of model that was saved."""
+
+
+def saved_by(four: Ranks, root: str, saved: str, steps: list[int]) -> None:
+    four.call(exchange_cases.same_host_again)
+    if CHANNELS[saved] == "gloo":
+        four.call(exchange_cases.network_only)
+    four.call(combination_cases.save, root, saved, steps)
+
+
 def restored(four: Ranks, root: str, saved: str, kind: str, ranks: int, part: str, **more: Any) -> list[Any]:
     options, taken, dtype = PARTS[part]
     if ranks == 2 and part == "all":
@@ -54,13 +65,14 @@ def restored(four: Ranks, root: str, saved: str, kind: str, ranks: int, part: st
 @pytest.mark.parametrize("saved", ["ddp", "hsdp"])
 def test_every_tensor_is_what_was_saved_or_as_it_was(four: Ranks, root: str, saved: str) -> None:
     """By names that a wrapper has added to, where only one of the two has one."""
-    four.call(combination_cases.save, root, saved, [1])
+    saved_by(four, root, saved, [1])
     for ranks, kinds in ((4, ("ddp", "hsdp", "fsdp2")), (2, ("ddp", "fsdp2", "plain"))):
         for number, kind in enumerate(kinds):
             for part in PARTS if kind == saved else list(PARTS)[number % 2 :: 2]:
                 infos = restored(four, root, saved, kind, ranks, part)
                 # Two that shard all among them may have no block in common.
-                assert all(info.exchange.used for info in infos) or (ranks, kind) == (2, "fsdp2")
+                channels = {info.exchange.channel for info in infos if info.exchange.used}
+                assert channels == {CHANNELS[saved]} or (ranks, kind) == (2, "fsdp2")
                 assert all(info.missing == info.unexpected == () for info in infos)
                 for info in restored(four, root, saved, kind, ranks, part, **STREAMING):
                     assert not info.exchange.used
@@ -68,7 +80,7 @@ def test_every_tensor_is_what_was_saved_or_as_it_was(four: Ranks, root: str, sav
 
 
 def test_a_policy_is_asked_for_what_is_restored_and_no_more(four: Ranks, root: str) -> None:
-    four.call(combination_cases.save, root, "ddp", [1])
+    saved_by(four, root, "ddp", [1])
     for more in ({}, STREAMING):
         how = (root, "ddp", "ddp", 2, {"exclude": "rng", **more}, "train")
         for info in four.call(combination_cases.restore, *how, ranks=range(2)):
@@ -99,7 +111,7 @@ def holder(root: str, step: int, name: str) -> tuple[Path, int, int]:
 def test_damage_sends_all_ranks_to_the_step_before_or_is_an_error_on_all(
     four: Ranks, root: str, saved: str
 ) -> None:
-    four.call(combination_cases.save, root, saved, [1, 2])
+    saved_by(four, root, saved, [1, 2])
     path, rank, at = holder(root, 2, BLOCK)
     flip(path, at)
     ways = {
