@@ -25,12 +25,15 @@ from tests.dist.streaming_cases import wide
 from tests.helpers.held_blocks import IN_TIME_S
 from tests.helpers.ranks import kept
 
+TWO = [2, 3]
+"""A smaller world, in which their numbers are 0 and 1."""
+
 OWN = "rng"
 """What each rank has of its own."""
 
 
 def prepare() -> None:
-    kept["two"] = dist.new_group([0, 1])
+    kept["two"] = dist.new_group(TWO)
     kept["plane"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 

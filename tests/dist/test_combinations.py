@@ -31,6 +31,7 @@ PARTS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 """Options, what they take, and the dtype of the target."""
 
+MEMBERS = {4: [0, 1, 2, 3], 2: combination_cases.TWO}
 FEWER = {"per_rank": {"rng": "drop", "*": "error"}}
 STREAMING = {"streaming": True}
 
@@ -59,7 +60,7 @@ def restored(four: Ranks, root: str, saved: str, kind: str, ranks: int, part: st
     if ranks == 2 and part == "all":
         more = {**FEWER, **more}
     how = (root, saved, kind, ranks, {**options, **more}, taken, dtype)
-    return four.call(combination_cases.restore, *how, ranks=range(ranks))
+    return four.call(combination_cases.restore, *how, ranks=MEMBERS[ranks])
 
 
 @pytest.mark.parametrize("saved", ["ddp", "hsdp"])
@@ -83,14 +84,14 @@ def test_a_policy_is_asked_for_what_is_restored_and_no_more(four: Ranks, root: s
     saved_by(four, root, "ddp", [1])
     for more in ({}, STREAMING):
         how = (root, "ddp", "ddp", 2, {"exclude": "rng", **more}, "train")
-        for info in four.call(combination_cases.restore, *how, ranks=range(2)):
+        for info in four.call(combination_cases.restore, *how, ranks=MEMBERS[2]):
             assert info.dropped == info.from_rank0 == ()
-        for error in four.errors(combination_cases.restore, *how[:4], more, ranks=range(2)):
+        for error in four.errors(combination_cases.restore, *how[:4], more, ranks=MEMBERS[2]):
             assert isinstance(error, ck.StateMismatchError)
             assert "rng: each rank that saved it had its own" in str(error)
         for info in four.call(
             combination_cases.restore, *how[:4], {"include": ["train.model", "rng"], "per_rank": "rank0", **more},
-            "train.model", ranks=range(2),
+            "train.model", ranks=MEMBERS[2],
         ):  # fmt: skip
             assert info.from_rank0 == ("rng",)
 
@@ -127,7 +128,7 @@ def test_damage_sends_all_ranks_to_the_step_before_or_is_an_error_on_all(
         options, taken, dtype = PARTS[part]
         policy = FEWER if (ranks, part) == (2, "all") else {}
         how = (root, saved, kind, ranks, {**options, **policy, **STREAMING}, taken, dtype)
-        for error in four.call(combination_cases.fails, *how, ranks=range(ranks)):
+        for error in four.call(combination_cases.fails, *how, ranks=MEMBERS[ranks]):
             assert isinstance(error, ck.CorruptCheckpointError)
             assert error.rank == rank
             assert path.name in str(error)
