@@ -26,7 +26,7 @@ from ckptengine.staging.ring import Ring
 SLOTS = 6
 """Of one rank: as many blocks can be on their way. Fewer where these would take more than `MAX_NBYTES`."""
 
-MAX_NBYTES = 96 << 20
+MAX_NBYTES = 64 << 20
 """Of one rank's ring. Beside it, a restore has buffers for the blocks that it alone needs."""
 
 MIN_SLOTS = 2
