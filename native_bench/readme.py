@@ -12,6 +12,7 @@ END = "<!-- end figures -->"
 
 ENGINE, NATIVE = "**ckptengine**", "native limit"
 BESIDE = (
+    "**ckptengine**, `save`",
     "DCP, `thread_count=1`",
     "DCP, `thread_count=2`",
     "DCP `async_save`, kept `DefaultStager`",
@@ -23,7 +24,7 @@ BESIDE = (
     "torch.load, mmap",
     "flashpack",
 )
-"""Whose figures are shown, too, where they were measured."""
+"""Whose figures are shown beside, too, where they were measured."""
 
 Row = dict[str, str]
 
