@@ -254,7 +254,9 @@ def _section(samples: dict[str, list[float]], quick: bool) -> Section:
             continue
         times = _rate(samples, name, f"{name}, DCP", "cold")
         told = f"{times:.1f} × DCP's rate"
-        targets.append(Target(f"resharding, {name}, beside DCP", told, "≥ 3 ×", times >= 3))
+        most = _rate(samples, BESIDE[name], f"{name}, DCP", "cold")
+        note = "" if times >= 3 else f"the same layout's restore itself is {most:.1f} × DCP's"
+        targets.append(Target(f"resharding, {name}, beside DCP", told, "≥ 3 ×", times >= 3, note))
     what = "DTensors of float32 in rows over the ranks" + ("" if quick else ", 64 of 16 MiB")
     text = [
         f"{what}, and a model of linear layers with AdamW, restored into the layout they were saved in and "

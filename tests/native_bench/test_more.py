@@ -12,6 +12,7 @@ from ckptengine.write.methods import History
 from native_bench import more, sections
 from native_bench.memory import SavePeak, growth
 from native_bench.memory import _section as memory_section
+from native_bench.reshard import _section as reshard_section
 from native_bench.slow_device import Device, Shard
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +117,19 @@ def test_a_part_that_fails_or_hangs_is_an_error_and_leaves_no_process(
         assert said[-1] == f"fake failed: {error}"
     helper = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
     assert not helper.exists() or helper.read_text().split()[2] == "Z"
+
+
+def test_a_reshard_row_that_is_short_says_what_the_same_layout_comes_to() -> None:
+    seconds = {"4 → 4, same layout": 2.0, "2 → 4": 4.0}
+    for dcp, told in ((8.0, "the same layout's restore itself is 4.0 × DCP's"), (12.0, "")):
+        samples = {
+            f"{name}.{state}_s": [value]
+            for name, value in {**seconds, "2 → 4, DCP": dcp}.items()
+            for state in ("cold", "hot")
+        }
+        layout, peer = reshard_section(samples, quick=False).targets
+        assert (layout.measured, layout.met) == ("0.50 × the same layout's rate", False)
+        assert (peer.met, peer.note) == (not told, told)
 
 
 def test_other_files_are_no_sections(tmp_path: Path) -> None:
