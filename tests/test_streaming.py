@@ -254,14 +254,20 @@ def test_options_that_were_set_meanwhile_are_kept(ckpt: ck.Checkpointer, saved: 
     assert job.optimizer.state[job.model[0].weight]["step"] == 3
 
 
-def test_options_that_are_tensors_come_early(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "optimizer", "late"),
+    [("model", "optimizer", LATE), ("net", "opt", "optimizer.state")],
+    ids=["the same names", "other names"],
+)
+def test_options_that_are_tensors_come_early(tmp_path: Path, model: str, optimizer: str, late: str) -> None:
     with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
         job = Job(1, lr=torch.tensor(0.25))
         job.step()
         ckpt.save(1, {"model": job.model, "optimizer": job.optimizer})
         other = Job(2, lr=torch.tensor(0.5))
-        with held_blocks("model", LATE) as gate:
-            ckpt.restore({"model": other.model, "optimizer": other.optimizer}, streaming=True)
+        rename = None if model == "model" else {model: "model", optimizer: "optimizer"}
+        with held_blocks("model", late) as gate:
+            ckpt.restore({model: other.model, optimizer: other.optimizer}, streaming=True, rename=rename)
             assert other.optimizer.param_groups[0]["lr"] == torch.tensor(0.25)
             gate.open()
 
@@ -399,19 +405,6 @@ def test_a_part_in_another_dtype_and_by_another_name(ckpt: ck.Checkpointer, save
     x = torch.ones(1, WIDTH, dtype=torch.float64)
     assert torch.equal(job.model(x), copy.deepcopy(saved.model).double()(x))
     assert not job.optimizer.state
-
-
-def test_options_that_are_tensors_come_early_by_another_name(tmp_path: Path) -> None:
-    with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
-        job = Job(1, lr=torch.tensor(0.25))
-        job.step()
-        ckpt.save(1, {"model": job.model, "optimizer": job.optimizer})
-        other = Job(2, lr=torch.tensor(0.5))
-        state = {"net": other.model, "opt": other.optimizer}
-        with held_blocks("model", "optimizer.state") as gate:
-            ckpt.restore(state, streaming=True, rename={"net": "model", "opt": "optimizer"})
-            assert other.optimizer.param_groups[0]["lr"] == torch.tensor(0.25)
-            gate.open()
 
 
 def test_shared_memory_for_different_values_is_an_error_at_the_end(ckpt: ck.Checkpointer) -> None:
