@@ -60,8 +60,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     snapshot: `"copy"`: a save returns when the state is copied; `"overlap"`: at once, while what only an
         optimizer's step changes is copied in the background, and the next step waits for that.
     commit_timeout_s: from the request of a save to its commit; the save fails on all ranks when it passes.
-    stall_timeout_s: a writer that makes no progress for so long is ended and its save fails (a new one has
-        at least 300 s to start); not counted while the state is still being copied.
+    stall_timeout_s: a writer that makes no progress for so long while it starts or writes is ended and its
+        save fails (a new one has at least 300 s to start); not counted while the state is still being copied,
+        nor once the shard is durable, from where on `commit_timeout_s` bounds it.
     trace: a directory, made when there is something to write, in which every process of every rank leaves a
         file of what it did when, for `ckpt trace`; None: nothing is recorded. A process with several
         Checkpointers is traced as a whole, from the first that asks for it to the last.
