@@ -14,16 +14,17 @@ from statistics import median
 
 import pytest
 
-from native_bench import building, limit_table, limits
+from native_bench import building, limits
 from native_bench.building import Build
-from native_bench.limit_values import (
+from native_bench.limits import LimitError, Unavailable
+from native_bench.limits import __main__ as limit_table
+from native_bench.limits.values import (
     Best,
     Limit,
     ReadKnobs,
     ReadLimit,
     WriteKnobs,
 )
-from native_bench.limits import LimitError, Unavailable
 
 # The first test to ask for the programs waits until they are compiled.
 pytestmark = pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""How fast can this machine go at best? `python -m native_bench.limits [--dir DIR]`
+"""How fast can this machine go at best? `python -m native_bench.limits [--dir DIR]` prints all of it.
 
 One function per native program: runs it once, with a time bound, and returns what it said. Rates are GiB
 (2**30 bytes) per second. All raise `BuildError` where the programs cannot be built, `Unavailable` where the
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
 
 from native_bench.building import BuildError, build
-from native_bench.limit_values import (
+from native_bench.limits.values import (
     HUGE_READ_GRID,
     MIB,
     READ_GRID,
@@ -345,9 +344,3 @@ def _best(grid: Sequence[Knobs], measure: Callable[[Knobs], Limit], rounds: int)
         return Best(best.knobs, best.gib_s, best.trials, tuple(why))
     trials = tuple(sorted(rates.items(), key=lambda trial: -trial[1]))
     return Best(*trials[0], trials, tuple(dict.fromkeys(skipped.values())))
-
-
-if __name__ == "__main__":
-    from native_bench.limit_table import main
-
-    sys.exit(main())

@@ -19,7 +19,7 @@ from rich.table import Table
 from native_bench import limits
 from native_bench.building import Build, BuildError
 from native_bench.condition import Condition, condition_of
-from native_bench.limit_values import Limit, MetadataLimit, ReadKnobs, WriteKnobs, WriteLimit, ZstdLimit
+from native_bench.limits.values import Limit, MetadataLimit, ReadKnobs, WriteKnobs, WriteLimit, ZstdLimit
 
 MIB = 1 << 20
 
@@ -188,3 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Redirected into a file, the table keeps its lines whole.
     Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 150).print(table)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
