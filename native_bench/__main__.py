@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from native_bench import cases, guard, more, plots, readme, report, results, runner
+from native_bench import cases, ground, guard, more, plots, readme, report, results, runner
+from native_bench.bench import Report
 from native_bench.explained import DOCUMENT as EXPLAINED
 from native_bench.peers import BASE, SYSTEMS, make
+from native_bench.plan import Plan
 from native_bench.results import Results
 
 DOCUMENT = Path("docs/benchmarks.md")
@@ -95,6 +97,7 @@ def _run(given: argparse.Namespace) -> int:
     plan = _plan(given)
     parts = _parts(given)
     given.out.mkdir(parents=True, exist_ok=True)
+    ground.sweep(given.dir)
     path = given.out / "results.json"
     measured = _before(given, plan, parts, path)
     known = measured.errors
@@ -133,7 +136,7 @@ def _run(given: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
-def _before(given: argparse.Namespace, plan: runner.Plan, parts: Sequence[str], path: Path) -> Results:
+def _before(given: argparse.Namespace, plan: Plan, parts: Sequence[str], path: Path) -> Results:
     """What there is to go on with: nothing, or what an earlier run has measured that this one does not."""
     measured = runner.new_results(plan.mode)
     names = [*(case.name for case in plan.cases), *parts]
@@ -189,7 +192,7 @@ def _guard(given: argparse.Namespace) -> int:
         _write_baseline(results.read(str(given.results)), given.baseline)
         return 0
     table = cases.QUICK if given.quick else cases.FULL
-    plan = runner.Plan(
+    plan = Plan(
         mode="quick" if given.quick else "full",
         cases=guard.watched(table),
         systems=guard.SYSTEMS,
@@ -214,7 +217,7 @@ def _guard(given: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(given: argparse.Namespace) -> runner.Plan:
+def _plan(given: argparse.Namespace) -> Plan:
     table = cases.QUICK if given.quick else cases.FULL
     systems = given.systems or (BASE if given.base else ALL)
     if unknown := [name for name in systems if name not in SYSTEMS and ":" not in name]:
@@ -226,7 +229,7 @@ def _plan(given: argparse.Namespace) -> runner.Plan:
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown case {unknown[0]!r}; there are {', '.join(known)}")
     rounds = (1 if given.quick else 5) if given.rounds is None else given.rounds
-    return runner.Plan(
+    return Plan(
         mode="quick" if given.quick else "full",
         cases=tuple(case for case in table if case.name in names),
         systems=tuple(systems),
@@ -250,14 +253,14 @@ def _steps(parts: Iterable[str]) -> int:
     return sum(max(1, round(more.PARTS[name].typical_s / 5)) for name in parts)
 
 
-def _measure(plan: runner.Plan, into: Results) -> Results:
+def _measure(plan: Plan, into: Results) -> Results:
     with _progress(runner.steps(plan)) as (say, advance):
         runner.run(plan, into, say, advance)
     return into
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[tuple[runner.Report, runner.Report]]:
+def _progress(total: int) -> Iterator[tuple[Report, Report]]:
     """Two to be called with words: with what has happened, and, for each of `total` steps, with what comes
     next. A bar on a terminal; else lines, with the seconds since the start."""
     start = time.monotonic()
@@ -284,7 +287,7 @@ def _progress(total: int) -> Iterator[tuple[runner.Report, runner.Report]]:
         yield say, advance
 
 
-def _lines(total: int, start: float) -> tuple[runner.Report, runner.Report]:
+def _lines(total: int, start: float) -> tuple[Report, Report]:
     done, last = 0, -QUIET_S
 
     def say(text: str) -> None:

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from native_bench import page_cache
-from native_bench.cases import GIB, Case
+from native_bench import page_cache, sessions
+from native_bench.cases import Case
 from native_bench.mounts import mount_of
 from native_bench.peers.base import files_below
 
@@ -34,13 +34,10 @@ def memories(extent: int) -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def work_directory(case: Case, directory: Path) -> Iterator[Path]:
-    """A directory of this run's own; also removes those of runs that were killed."""
+    """A directory of this run's own."""
+    sweep(directory)
     # Not every system takes a path that is relative.
     where = directory.absolute() if case.place == "disk" else _tmpfs()
-    for left in where.glob(f"{PREFIX}*"):
-        pid = left.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
     try:
         yield work
@@ -48,23 +45,27 @@ def work_directory(case: Case, directory: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def sweep(*directories: Path) -> None:
+    """Remove the work directories of runs that were killed: from `directories`, and from memory."""
+    for where in {*(directory.absolute() for directory in directories), *_all_tmpfs()}:
+        for left in where.glob(f"{PREFIX}*"):
+            pid = left.name.removeprefix(PREFIX).partition("-")[0]
+            if pid.isdigit() and not sessions.lives(int(pid)):
+                shutil.rmtree(left, ignore_errors=True)
+
+
 def _tmpfs() -> Path:
-    for place in ("/dev/shm", tempfile.gettempdir()):
-        if os.path.isdir(place) and os.access(place, os.W_OK) and mount_of(place).file_system == "tmpfs":
-            return Path(place)
+    for place in _all_tmpfs():
+        return place
     raise OSError("there is no tmpfs to write to; leave the case out with --cases")
 
 
-def check_space(directory: Path, nbytes: int, case: Case) -> None:
-    """Only one checkpoint exists at a time, but some write their files twice, and the native write has its
-    own."""
-    needed = int(2.5 * nbytes) + (64 << 20)
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise OSError(
-            f"{case.name} needs {needed / GIB:.1f} GiB in {directory.parent}, "
-            f"where {free / GIB:.1f} GiB are free"
-        )
+def _all_tmpfs() -> list[Path]:
+    return [
+        Path(place)
+        for place in ("/dev/shm", tempfile.gettempdir())
+        if os.path.isdir(place) and os.access(place, os.W_OK) and mount_of(place).file_system == "tmpfs"
+    ]
 
 
 def make_cold(root: Path) -> int:

@@ -1,7 +1,8 @@
 """Who ends the workers' helpers when the runner is killed? A process that does nothing but wait for that.
 
 The workers themselves die with the nursery, and that with its runner, as the kernel sees to it. What a worker
-has started knows nothing of either, but is in its session.
+has started knows nothing of either, but is in its session. Then the runner's files in memory are removed,
+which would take up GiB of it; those on disk wait for the next run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 import time
 
-from native_bench import sessions
+from native_bench import ground, sessions
 
 
 class Sentinel:
@@ -69,3 +70,4 @@ def _watch() -> None:
     deadline = time.monotonic() + sessions.GENTLE_S
     for leader in leaders:
         sessions.end(leader, deadline)
+    ground.sweep()

@@ -43,6 +43,15 @@ def is_tracker(pid: int) -> bool:
         return False
 
 
+def lives(pid: int) -> bool:
+    """Not if it has ended and is only waited for."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def members(leader: int) -> list[int]:
     """The processes of the leader's group that are alive."""
     found = []

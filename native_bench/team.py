@@ -28,7 +28,12 @@ GRACE_S = 10.0
 
 
 class TeamError(Exception):
-    """A system failed: raised an error, died, or did not answer in time."""
+    """A system failed: raised an error, died, or did not answer in time. killed: by SIGKILL, which nobody
+    here sends to a worker that is waited for."""
+
+    def __init__(self, message: str, killed: bool = False) -> None:
+        super().__init__(message)
+        self.killed = killed
 
 
 class Missing(Exception):
@@ -143,6 +148,7 @@ class Team:
         too."""
         answers: dict[int, Answer] = {}
         problems: dict[int, str] = {}
+        killed = False
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
@@ -166,9 +172,9 @@ class Team:
                     elif data:
                         continue
                     else:
-                        problems[rank] = (
-                            f"died with exit status {self._processes[rank].wait()}{self._last(rank)}"
-                        )
+                        code = self._processes[rank].wait()
+                        killed = killed or code == -signal.SIGKILL
+                        problems[rank] = f"{_how_died(code)}{self._last(rank)}"
                     selector.unregister(key.fileobj)
                     if problems:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -183,7 +189,7 @@ class Team:
                 f"rank {rank}: {problem}" if len(self._processes) > 1 else problem
                 for rank, problem in sorted(problems.items())
             ]
-            raise TeamError(f"{what}: {'; '.join(told)}")
+            raise TeamError(f"{what}: {'; '.join(told)}", killed)
         return [answers[rank] for rank in range(len(self._processes))]
 
     def _last(self, rank: int) -> str:
@@ -193,6 +199,14 @@ class Team:
         log.seek(max(0, size - 4096))
         lines = log.read().decode(errors="replace").strip().splitlines()
         return f"; its last words: {lines[-1][:300]}" if lines else ""
+
+
+def _how_died(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was ended by SIGKILL, most likely by the kernel as memory ran out (dmesg tells)"
+    if code < 0:
+        return f"died of signal {-code}"
+    return f"died with exit status {code}"
 
 
 def _free_port() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 from native_bench.peers.base import Sync, Tensors, Traits
@@ -68,6 +69,16 @@ class Dying(Sync):
     def write(self, directory: str, step: int, state: Tensors) -> None:
         os.write(2, b"about to die\n")
         os._exit(7)
+
+
+class Killed(Sync):
+    """As the kernel ends a process for want of memory."""
+
+    traits = Traits(name="killed", title="killed", how="")
+
+    def write(self, directory: str, step: int, state: Tensors) -> None:
+        os.write(2, b"too much\n")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DyingOnRank1(TorchSave):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +16,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from native_bench import ground, results, runner
+from native_bench import bench, ground, results, room, runner
 from native_bench.__main__ import ALL, main
 from native_bench.cases import FULL, MIB, Case, fill, layout
 from native_bench.nursery import Nursery
 from native_bench.pace import enough
+from native_bench.plan import Plan
 from native_bench.results import CaseResult, Results, System
 from native_bench.team import Missing, Team, TeamError
 from native_bench.worker import Order
@@ -30,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def measure(directory: Path, case: Case, *systems: str, rounds: int = 2) -> CaseResult:
-    plan = runner.Plan(
+    plan = Plan(
         mode="quick",
         cases=(case,),
         systems=systems,
@@ -127,7 +130,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_a_slow_system_has_fewer_rounds_unless_a_target_is_about_it(tmp_path: Path) -> None:
     slow, named, reader = FAKES + "Slow", FAKES + "SlowToo", FAKES + "SlowReader"
-    plan = runner.Plan(
+    plan = Plan(
         mode="quick",
         cases=(msgspec.structs.replace(TINY, named=(named, "torch", "dcp-1"), at_most={"dcp-1": 1}),),
         systems=("engine", slow, named, "torch", reader, "dcp-1"),
@@ -172,7 +175,7 @@ def test_a_system_is_measured_the_less_the_farther_it_is_behind() -> None:
 
 
 def test_without_a_turn_to_warm_up_every_restore_is_checked_all_the_same(tmp_path: Path) -> None:
-    plan = runner.Plan(
+    plan = Plan(
         mode="quick",
         cases=(TINY,),
         systems=("torch", FAKES + "LikeTorch", FAKES + "WrongLikeTorch"),
@@ -302,10 +305,11 @@ def test_an_interrupted_run_leaves_nothing_but_its_results(tmp_path: Path) -> No
 
 
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
-    """Neither what it has started, nor what the workers have, nor semaphores of theirs."""
+    """Neither what it has started, nor what the workers have, nor semaphores of theirs, nor files in
+    memory."""
     work = tmp_path / "work"
     work.mkdir()
-    command = [sys.executable, "-m", "native_bench", "run", "--quick", "--no-limits", "--cases", "small"]
+    command = [sys.executable, "-m", "native_bench", "run", "--quick", "--no-limits", "--cases", "tmpfs"]
     run = subprocess.Popen(
         [*command, "--systems", f"{FAKES}DeafAndHanging", "--dir", str(work), "--out", str(tmp_path / "out")],
         cwd=ROOT,
@@ -313,7 +317,12 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     )
     try:
         deadline = time.monotonic() + 60
-        while not (told := [path for path in work.rglob("semaphore") if path.read_text()]):
+        shm = Path("/dev/shm")
+        while not (
+            told := [
+                path for path in shm.glob(f"{ground.PREFIX}{run.pid}-*/*/*/semaphore") if path.read_text()
+            ]
+        ):
             assert time.monotonic() < deadline
             assert run.poll() is None
             time.sleep(0.05)
@@ -329,6 +338,7 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
     assert not semaphore.exists()
+    assert list(shm.glob(f"{ground.PREFIX}{run.pid}-*")) == []
 
 
 def test_an_interrupted_part_leaves_nothing(tmp_path: Path) -> None:
@@ -379,16 +389,34 @@ def test_a_run_can_be_added_to_another(tmp_path: Path) -> None:
     ("available_gib", "left_out"), [(21, []), (19, ["engine-sync"]), (17, ["engine-sync", "engine-overlap"])]
 )
 def test_systems_that_memory_has_no_room_for_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available_gib: int, left_out: list[str]
+    monkeypatch: pytest.MonkeyPatch, available_gib: int, left_out: list[str]
 ) -> None:
     """The whole comparison fits into a machine of 24 GiB."""
-    monkeypatch.setattr(runner, "available_memory", lambda: available_gib << 30)
+    monkeypatch.setattr(room, "available_memory", lambda: available_gib << 30)
     large = next(case for case in FULL if case.name == "large")
-    plan = runner.Plan(mode="full", cases=(large,), systems=ALL, directory=tmp_path)
-    found = runner.new_results("full")
-    bench = runner._Bench(plan, large, tmp_path, found, lambda _: None, lambda _: None, None, None)  # type: ignore[arg-type]
-    assert bench._that_fit(list(ALL)) == [name for name in ALL if name not in left_out]
-    assert list(bench.result.skipped) == left_out
+    fit, out = room.that_fit(large, 2 << 30, list(ALL))
+    assert fit == [name for name in ALL if name not in left_out]
+    assert list(out) == left_out
+
+
+def test_too_little_memory_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not found out by the kernel, which ends a worker without a word."""
+    monkeypatch.setattr(room, "available_memory", lambda: 100 << 20)
+    given = ["run", "--quick", "--no-limits", "--cases", "small", "--systems", "raw"]
+    assert main([*given, "--dir", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "native_bench: small takes about 1.2 GiB of memory, and not with less than 0.2; available" in said
+    assert "cgroup: 0.1 GiB; free some" in said
+
+
+def test_a_worker_that_the_kernel_kills_is_said_to_have_run_out_of_memory(tmp_path: Path) -> None:
+    result = measure(tmp_path, TINY, FAKES + "Killed", rounds=1)
+    killed = result.find(FAKES + "Killed")
+    assert killed is not None
+    assert str(killed.error).startswith("save: was ended by SIGKILL, most likely by the kernel as memory ran")
+    assert "its last words: too much; the case takes about 1.1 GiB of memory" in str(killed.error)
 
 
 def test_systems_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,9 +439,23 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
         assert sorted(tmp_path.iterdir()) == sorted([ours, directory])
 
 
+def test_any_run_removes_what_a_killed_one_left_in_memory(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])  # not waited for, as a runner that make has not asked about yet
+    while Path(f"/proc/{ended.pid}/stat").read_text().split()[2] != "Z":
+        time.sleep(0.01)
+    left = Path(tempfile.mkdtemp(prefix=f"{ground.PREFIX}{ended.pid}-", dir="/dev/shm"))
+    given = ["run", "--quick", "--no-limits", "--cases", "growth"]
+    try:
+        assert main([*given, "--dir", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+        assert not left.exists()
+    finally:
+        shutil.rmtree(left, ignore_errors=True)
+        ended.wait()
+
+
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"tiny needs .* GiB in"):
-        ground.check_space(tmp_path, 1 << 60, TINY)
+        room.check_space(tmp_path, 1 << 60, TINY)
 
 
 def test_a_run_that_runs_out_of_space_keeps_what_it_has_and_says_so(
@@ -424,9 +466,9 @@ def test_a_run_that_runs_out_of_space_keeps_what_it_has_and_says_so(
     full = ["tmpfs"]
 
     def check(directory: Path, nbytes: int, case: Case) -> None:
-        ground.check_space(directory, 1 << 60 if case.name in full else nbytes, case)
+        room.check_space(directory, 1 << 60 if case.name in full else nbytes, case)
 
-    monkeypatch.setattr(runner, "check_space", check)
+    monkeypatch.setattr(bench, "check_space", check)
     assert main([*given, "--cases", "small,tmpfs"]) == 1
     error = capsys.readouterr().err
     assert "native_bench: tmpfs needs " in error
@@ -454,7 +496,7 @@ def test_a_run_that_runs_out_of_space_keeps_what_it_has_and_says_so(
 def test_steps_are_told_as_they_begin(tmp_path: Path) -> None:
     said: list[str] = []
     systems = ("raw", "torch")
-    plan = runner.Plan(
+    plan = Plan(
         mode="quick", cases=(TINY,), systems=systems, directory=tmp_path, rounds=2, limits=False, warm=False
     )
     runner.run(plan, runner.new_results("quick"), lambda _: None, said.append)
