@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from ckptengine.adapters.restore import Match
 from ckptengine.phases import Stopwatch
 from ckptengine.read.exchange import Exchange
-from ckptengine.read.plan import Destination, plan_reads
+from ckptengine.read.plan import plan_reads
 from ckptengine.read.reader import ShardReader
 from ckptengine.read.tally import ReadStats
 from ckptengine.read_once import Sharing
@@ -24,12 +24,10 @@ def read_together(
     common: of a rank that has a cell. Whatever goes wrong here, the other ranks of the cell stop as well.
     """
     opened: dict[int, ShardReader] = {}
-    own = shards.own_rank
     with ExitStack() as held:
 
         def open_all() -> Mapping[int, ShardReader]:
-            for shard, reader in shards.readers(match, verify, held).items():
-                opened[own if shard is None else shard] = reader
+            opened.update(shards.readers(match, verify, held))
             return opened
 
         with watch.measure("exchange"):
@@ -37,7 +35,7 @@ def read_together(
         if exchange is None:
             return None
         try:
-            stats = _deliver(match, opened, own, threads, exchange, watch)
+            stats = _deliver(match, opened, threads, exchange, watch)
             with watch.measure("exchange"):
                 exchange.finish()
         except BaseException:
@@ -52,22 +50,21 @@ def read_together(
 def _deliver(
     match: Match,
     readers: Mapping[int, ShardReader],
-    own: int,
     threads: int,
     exchange: Exchange,
     watch: Stopwatch,
 ) -> ReadStats:
     stats = ReadStats()
-    rounds = match.rounds(own)
+    rounds = match.rounds()
     while True:
         with watch.measure("plan"):
             one = next(rounds, None)
-            wanted: dict[int, list[Destination]] = {}
-            for rank, destinations in () if one is None else one.destinations.items():
-                wanted.setdefault(own if rank is None else rank, []).extend(destinations)
-            reads = {rank: plan_reads(readers[rank].header.blocks, some) for rank, some in wanted.items()}
-        if one is None:
-            return stats
+            if one is None:
+                return stats
+            reads = {
+                rank: plan_reads(readers[rank].header.blocks, wanted)
+                for rank, wanted in one.destinations.items()
+            }
         read = exchange.deliver(readers, reads, threads)
         watch.add_all(read.phases)
         stats += read

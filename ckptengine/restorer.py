@@ -182,7 +182,7 @@ class _Run:
                     match = target.match_world(
                         world(), options.per_rank, strict=options.strict, path=assignment.step_path, rank=rank
                     )
-                shards.open_headers(rank for rank in match.shards if rank is not None)
+                shards.open_headers(match.shards)
                 prepare(match)
                 return match
 

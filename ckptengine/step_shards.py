@@ -17,7 +17,6 @@ from ckptengine.format.manifest import Manifest, ShardRef
 from ckptengine.format.shard import ShardHeader
 from ckptengine.phases import Phase, Stopwatch
 from ckptengine.read.held import HeldTensors, held_tensors
-from ckptengine.read.plan import Destination
 from ckptengine.read.reader import ReadStats, ShardReader
 from ckptengine.read.several import ShardPart, read_shards
 from ckptengine.read.shards import open_header, shard_path
@@ -133,40 +132,26 @@ class StepShards:
         self.open_headers(ranks)
         return [self.header_of(rank) for rank in ranks]
 
-    @property
-    def own_rank(self) -> int:
-        """Whose shard the rank's own is."""
-        return self._ref.rank
-
     def blocks(self, match: Match) -> Iterator[tuple[int, int, int]]:
         """What a match reads, as ranges of blocks by the rank whose shard they are in."""
         size = self._assignment.block_nbytes
         for rank, start, stop in match.extents():
             if start < stop:
-                yield self._ref.rank if rank is None else rank, start // size, (stop - 1) // size + 1
+                yield rank, start // size, (stop - 1) // size + 1
 
-    def readers(self, match: Match, verify: bool, held: ExitStack) -> dict[int | None, ShardReader]:
-        """The shards that a match needs, open until `held` is closed; the own one is one, by either name."""
-        opened: dict[str, ShardReader] = {}
-        readers: dict[int | None, ShardReader] = {}
-        for rank in match.shards:
-            path, header = self._opened(rank)
-            if path not in opened:
-                opened[path] = held.enter_context(ShardReader(self._store, path, header, verify=verify))
-            readers[rank] = opened[path]
-        return readers
+    def readers(self, match: Match, verify: bool, held: ExitStack) -> dict[int, ShardReader]:
+        """The shards that a match needs, by rank, open until `held` is closed."""
+        return {
+            rank: held.enter_context(ShardReader(self._store, *self._opened(rank), verify=verify))
+            for rank in match.shards
+        }
 
-    def _opened(self, rank: int | None) -> tuple[str, ShardHeader]:
-        ref = self._ref if rank in (None, self._ref.rank) else self._manifest.shards[rank]
-        return shard_path(self._assignment.step_path, ref), self.header_of(ref.rank)
+    def _opened(self, rank: int) -> tuple[str, ShardHeader]:
+        ref = self._ref if rank == self._ref.rank else self._manifest.shards[rank]
+        return shard_path(self._assignment.step_path, ref), self.header_of(rank)
 
     def _parts(self, wanted: Destinations) -> list[ShardPart]:
-        """Each shard once, also where the own one goes by both its names."""
-        by_path: dict[str, tuple[ShardHeader, list[Destination]]] = {}
-        for rank, destinations in wanted.items():
-            path, header = self._opened(rank)
-            by_path.setdefault(path, (header, []))[1].extend(destinations)
-        return [ShardPart(path, header, some) for path, (header, some) in by_path.items()]
+        return [ShardPart(*self._opened(rank), destinations) for rank, destinations in wanted.items()]
 
     def read(self, match: Match, threads: int, verify: bool) -> ReadStats:
         """Fill the target of a match."""

@@ -214,12 +214,10 @@ class Delivery:
         pieces: Sequence[tuple[float, Piece]],
         then: Then,
     ) -> Batch:
-        # The own shard may be called by its rank too.
-        names = {id(reader): shard for shard, reader in shards.items()}
         wanted: dict[Shard, list[Wanted]] = defaultdict(list)
         parcel_of: list[int] = []
         for order, shard, destination in straight:
-            wanted[names[id(shards[shard])]].append(Wanted(destination, len(parcel_of), order))
+            wanted[shard].append(Wanted(destination, len(parcel_of), order))
             parcel_of.append(self.parcels.at(destination.address))
         first = len(parcel_of)
         buffer = torch.from_numpy(np.empty(sum(_room(piece) for _, piece in pieces), np.uint8))
@@ -229,7 +227,7 @@ class Delivery:
             part = buffer[at : at + piece.nbytes]
             at += _room(piece)
             into = Destination(piece.start, piece.start + piece.nbytes, part.data_ptr())
-            wanted[names[id(shards[piece.shard])]].append(Wanted(into, len(parcel_of), order))
+            wanted[piece.shard].append(Wanted(into, len(parcel_of), order))
             parcel_of.append(self._parcel_of(piece))
             parts.append((piece, part))
 

@@ -17,14 +17,15 @@ from ckptengine.format.tree import TAG
 class Leaf(msgspec.Struct, frozen=True, gc=False):
     """A stored tensor, or a large value (`kind`).
 
-    start: its first byte in the data section. span_nbytes: from there to the end of its last element.
-    view_stride: of its elements there, None for C order. source_stride: of the tensor it was, if dense but
-    not in C order. shard: the rank whose shard holds the bytes, None for the header's own.
+    shard: the rank whose shard holds the bytes. start: its first byte in the data section. span_nbytes: from
+    there to the end of its last element. view_stride: of its elements there, None for C order. source_stride:
+    of the tensor it was, if dense but not in C order.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    shard: int
     start: int
     span_nbytes: int
     view_stride: tuple[int, ...] | None = None
@@ -33,7 +34,6 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     placement: str | None = None
     kind: str | None = None
     descr: Any = None
-    shard: int | None = None
 
     @property
     def itemsize(self) -> int:
@@ -68,16 +68,17 @@ def leaves_of(header: ShardHeader) -> list[Leaf]:
     """
     bases = {entry.name: entry for entry in header.tensors}
     return [
-        *[_of_tensor(entry) for entry in header.tensors],
-        *(_of_view(view, bases[view.of]) for view in header.views),
+        *[_of_tensor(header.rank, entry) for entry in header.tensors],
+        *(_of_view(header.rank, view, bases[view.of]) for view in header.views),
     ]
 
 
-def _of_tensor(entry: TensorEntry) -> Leaf:
+def _of_tensor(rank: int, entry: TensorEntry) -> Leaf:
     return Leaf(
         entry.name,
         entry.dtype,
         entry.shape,
+        rank,
         entry.start,
         entry.stop - entry.start,
         None,
@@ -89,12 +90,13 @@ def _of_tensor(entry: TensorEntry) -> Leaf:
     )
 
 
-def _of_view(view: ViewEntry, base: TensorEntry) -> Leaf:
+def _of_view(rank: int, view: ViewEntry, base: TensorEntry) -> Leaf:
     tied = is_tie(view, base)
     return Leaf(
         view.name,
         view.dtype,
         view.shape,
+        rank,
         base.start + view.byte_offset,
         view.extent_nbytes,
         view.stride,

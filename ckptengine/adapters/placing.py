@@ -49,7 +49,7 @@ class Placement(msgspec.Struct, frozen=True, eq=False, gc=False):
     parts: tuple[tuple[Leaf, torch.Tensor], ...] = ()
 
     @property
-    def shift(self) -> tuple[int | None, int]:
+    def shift(self) -> tuple[int, int]:
         """What is the same for two placements that get the same bytes at the same addresses."""
         return self.leaf.shard, self.start - self.leaf.start
 
@@ -113,13 +113,13 @@ class Plan:
             self._checked.update(dict.fromkeys(pieces, leaf.name))
 
     @property
-    def shards(self) -> set[int | None]:
-        """The ranks whose shards are read; None: the header's own."""
+    def shards(self) -> set[int]:
+        """The ranks whose shards are read."""
         return {*self._straight, *(piece.shard for piece in self._pieces)}
 
-    def extents(self) -> Iterator[tuple[int | None, int, int]]:
-        """What all rounds read, without what is read once more to be checked: by shard (None: the header's
-        own), the first byte, and the one after the last."""
+    def extents(self) -> Iterator[tuple[int, int, int]]:
+        """What all rounds read, without what is read once more to be checked: the rank whose shard it is, the
+        first byte, and the one after the last."""
         for shard, destinations in self._straight.items():
             yield from ((shard, one.start, one.stop) for one in destinations)
         yield from ((one.shard, one.start, one.start + one.nbytes) for one in self._pieces)
@@ -129,11 +129,10 @@ class Plan:
         """Is all read at once, and nothing again?"""
         return fit_one_round(self._pieces) and not self._checked
 
-    def rounds(self, own: int = -1) -> Iterator[Round]:
-        """All that is to be read, bit by bit. own: the rank whose shard the header's own is. Raises after the
-        last round what `passes` does."""
+    def rounds(self) -> Iterator[Round]:
+        """All that is to be read, bit by bit. Raises after the last round what `passes` does."""
         for straight, pieces, then in self.passes():
-            yield from rounds(straight, pieces, then, own)
+            yield from rounds(straight, pieces, then)
 
     def passes(self) -> Iterator[tuple[Destinations, list[Piece], Then]]:
         """All that is to be read: straight, and in pieces with what is done with each.
@@ -251,7 +250,7 @@ def _without_repeats(group: list[Placement]) -> list[Placement]:
     return needed
 
 
-def _sources(placement: Placement) -> list[tuple[int | None, int, tuple[int, ...], tuple[int, ...]]]:
+def _sources(placement: Placement) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
     """Where a placement's bytes are in the shards."""
     leaves = [leaf for leaf, _ in placement.parts] or [placement.leaf]
     return [(leaf.shard, leaf.start, leaf.shape, leaf.stride) for leaf in leaves]

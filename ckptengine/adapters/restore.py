@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ckptengine.adapters import objects
@@ -58,15 +57,14 @@ class Match:
         """For a read that goes on while training begins, instead of `rounds` and `apply`."""
         return Delivery(self._plan, self._placements, self._large, self._actions, gates, soon, priority)
 
-    def rounds(self, own: int = -1) -> Iterator[Round]:
+    def rounds(self) -> Iterator[Round]:
         """What is to be read, of this rank's own shard and of those in which others store replicas for it.
-        own: whose shard the rank's own is.
 
         May raise `StateMismatchError` after the last: see `Plan.rounds`.
         """
-        return self._plan.rounds(own)
+        return self._plan.rounds()
 
-    def extents(self) -> Iterator[tuple[int | None, int, int]]:
+    def extents(self) -> Iterator[tuple[int, int, int]]:
         """The bytes that all rounds read; see `Plan.extents`."""
         return self._plan.extents()
 
@@ -75,8 +73,8 @@ class Match:
         return self._plan.one_round
 
     @property
-    def shards(self) -> set[int | None]:
-        """The ranks whose shards are read; None: this rank's own."""
+    def shards(self) -> set[int]:
+        """The ranks whose shards are read."""
         return self._plan.shards
 
     def apply(self) -> None:
@@ -241,7 +239,7 @@ def _replicas(
                 rank=header.rank,
                 fqn=name,
             )
-        leaves.append(msgspec.structs.replace(leaf, shard=rank))
+        leaves.append(leaf)
     return leaves
 
 

@@ -29,8 +29,8 @@ PIECE_NBYTES = 16 << 20
 _ALIGNMENT = 64
 
 Boxes = Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
-Destinations = dict["int | None", list[Destination]]
-"""By the rank whose shard is read; None: this rank's own."""
+Destinations = dict[int, list[Destination]]
+"""By the rank whose shard is read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class Piece:
     dtype, shape, stride: of the elements in the data section. target: the part, of any layout and device.
     """
 
-    shard: int | None
+    shard: int
     start: int
     nbytes: int
     dtype: str
@@ -123,9 +123,9 @@ def fit_one_round(pieces: Sequence[Piece]) -> bool:
     return sum(_room(piece) for piece in pieces) <= BUFFER_NBYTES
 
 
-def rounds(direct: Destinations, pieces: Sequence[Piece], then: Then, own: int = -1) -> Iterator[Round]:
+def rounds(direct: Destinations, pieces: Sequence[Piece], then: Then) -> Iterator[Round]:
     """All that is to be read: the destinations, and the pieces, with each of which `then` is called after its
-    round. own: the rank whose shard this rank's own is.
+    round.
 
     One round if the buffer has room for all pieces. Else each shard is read from its beginning to its end, so
     that a block is read once unless it lies where two rounds meet; and the shards in the order of their
@@ -136,8 +136,7 @@ def rounds(direct: Destinations, pieces: Sequence[Piece], then: Then, own: int =
     if total <= BUFFER_NBYTES:
         yield _round(direct, pieces, buffer, then)
         return
-    shards = {*direct, *(piece.shard for piece in pieces)}
-    for shard in sorted(shards, key=lambda shard: own if shard is None else shard):
+    for shard in sorted({*direct, *(piece.shard for piece in pieces)}):
         mine = sorted((piece for piece in pieces if piece.shard == shard), key=lambda piece: piece.start)
         straight = sorted(direct.get(shard, ()), key=lambda one: one.start)
         at = 0

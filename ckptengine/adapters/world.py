@@ -54,9 +54,7 @@ class World:
         self.tree = merged.tree
         of_rank = {rank: _all_leaves(header(rank), header) for rank in {leaf.rank for leaf in merged.leaves}}
         self.leaves = [
-            msgspec.structs.replace(leaf, name=fqn, shard=rank if leaf.shard is None else leaf.shard)
-            for rank, number, fqn in merged.leaves
-            for leaf in (of_rank[rank][number],)
+            msgspec.structs.replace(of_rank[rank][number], name=fqn) for rank, number, fqn in merged.leaves
         ]
 
     @property
@@ -105,7 +103,7 @@ class World:
         if found.gap is not None:
             flat = " of the flattened tensor" if found.flat else ""
             return [f"no rank stored {describe(found.gap)}{flat}"]
-        return _spread(leaf.name, rows.dtype, tensor, found.parts)
+        return _spread(leaf, rows.dtype, tensor, found.parts)
 
     def _find(self, leaf: Leaf) -> Held | None:
         return self._held.find(leaf.name, leaf.shard)
@@ -119,18 +117,19 @@ def _all_leaves(header: ShardHeader, header_of: HeaderOf) -> Sequence[Leaf]:
     }
     return [
         *leaves_of(header),
-        *(msgspec.structs.replace(owners[rank][name], shard=rank) for name, rank in header.replicas.items()),
+        *(owners[rank][name] for name, rank in header.replicas.items()),
     ]
 
 
-def _spread(name: str, dtype: str, tensor: torch.Tensor, parts: Sequence[Part]) -> Placement:
+def _spread(of: Leaf, dtype: str, tensor: torch.Tensor, parts: Sequence[Part]) -> Placement:
+    name, shape = of.name, tuple(tensor.shape)
     itemsize = dtypes.itemsize(dtype)
     if len(parts) == 1 and parts[0].source in ((), (1,)) and _nelem(parts[0]) == tensor.numel():
         # All of it, in order: as if it had been stored so.
         nbytes = tensor.numel() * itemsize
-        leaf = Leaf(name, dtype, tuple(tensor.shape), parts[0].start, nbytes, shard=parts[0].rank)
+        leaf = Leaf(name, dtype, shape, parts[0].rank, parts[0].start, nbytes)
         return placement_of(leaf, tensor, cast=True)
-    placement = placement_of(Leaf(name, dtype, tuple(tensor.shape), 0, 0), tensor, cast=True)
+    placement = placement_of(Leaf(name, dtype, shape, of.shard, 0, 0), tensor, cast=True)
     pieces = tuple((_leaf(name, dtype, itemsize, part), _view(tensor, part)) for part in parts)
     return msgspec.structs.replace(placement, parts=pieces, linear=False)
 
@@ -144,7 +143,7 @@ def _nelem(part: Part) -> int:
 
 def _leaf(name: str, dtype: str, itemsize: int, part: Part) -> Leaf:
     extent = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.source, strict=True))
-    return Leaf(name, dtype, part.shape, part.start, extent * itemsize, part.source, shard=part.rank)
+    return Leaf(name, dtype, part.shape, part.rank, part.start, extent * itemsize, part.source)
 
 
 def _view(tensor: torch.Tensor, part: Part) -> torch.Tensor:

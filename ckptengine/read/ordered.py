@@ -11,8 +11,8 @@ from ckptengine.read.reader import MAX_POOL_NBYTES, Buffers, ShardReader
 from ckptengine.read.tally import ReadStats, Tally
 from ckptengine.storage.threads import in_threads
 
-Shard = int | None
-"""The rank whose shard it is; None: the reading rank's own."""
+Shard = int
+"""A number that tells shards apart: in a restore, the rank whose shard it is."""
 
 
 @dataclass(frozen=True, slots=True)

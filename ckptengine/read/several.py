@@ -47,7 +47,7 @@ def read_shards(
         ]
         planned = time.perf_counter() - began
         with ExitStack() as held:
-            shards: dict[int | None, ShardReader] = {
+            shards = {
                 number: held.enter_context(ShardReader(store, part.path, part.header, verify=verify))
                 for number, part in some.items()
             }

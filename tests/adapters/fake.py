@@ -118,11 +118,11 @@ class Saved:
 
 
 def destinations(match: Match) -> list[Destination]:
-    """All that is read of a rank's own shard."""
-    return [d for one in match.rounds() for d in one.destinations.get(None, ())]
+    """All that is read of rank 0's shard."""
+    return [d for one in match.rounds() for d in one.destinations.get(0, ())]
 
 
-def read_all(match: Match, shard: Callable[[int | None], Saved]) -> int:
+def read_all(match: Match, shard: Callable[[int], Saved]) -> int:
     """Reads what a match wants, from whichever shard has it; returns how many bytes that were."""
     nbytes = 0
     for one in match.rounds():

@@ -55,7 +55,7 @@ class SavedWorld:
     def restore(self, target: Any, reader: int = 0, **options: Any) -> int:
         """How many bytes were read."""
         match = self.match(target, reader, **options)
-        nbytes = read_all(match, lambda rank: self.shards[reader if rank is None else rank])
+        nbytes = read_all(match, self.shards.__getitem__)
         match.apply()
         return nbytes
 

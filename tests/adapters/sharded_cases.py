@@ -568,7 +568,7 @@ def check_replicas(state: Any, target: Any) -> list[Saved]:
         RestoreTarget(target).match(saved.header)
     with no_communication():
         match = RestoreTarget(target).match(saved.header, others=lambda other: shards[other].header)
-        read_all(match, lambda other: shards[rank if other is None else other])
+        read_all(match, shards.__getitem__)
         match.apply()
     return shards
 

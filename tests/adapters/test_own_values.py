@@ -75,7 +75,7 @@ def restore(into: dict[str, Any], spec: Any, *states: dict[str, Any], strict: bo
     held = HeldTensors(index_from_headers(headers), lambda: headers)
     world = World(headers[0], held, headers.__getitem__, reader=0, own=False)
     match = RestoreTarget(into).match_world(world, PerRankPolicy.of(spec), strict=strict)
-    read_all(match, lambda rank: ranks[rank or 0])
+    read_all(match, ranks.__getitem__)
     match.apply()
     return match
 

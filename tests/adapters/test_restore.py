@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,21 @@ def test_only_what_is_wanted_is_read() -> None:
     saved = Saved({"a": ones(1000), "b": torch.randn(5)})
     match = saved.match({"b": zeros(5)}, strict=False)
     assert read_all(match, lambda _: saved) == 20
+
+
+def test_every_shard_is_called_by_its_rank_also_the_own() -> None:
+    tensors = {"a": ones(3), "b": zeros(3)}
+    owner = Saved(tensors, rank=0, world_size=2)
+    header = replace(Saved({"c": ones(3)}, rank=1, world_size=2).header, replicas={"a": 0})
+    header = replace(header, tree={"a": {"$": "t", "i": 1}, "c": {"$": "t", "i": 0}})
+    for target, ranks in (
+        ({"c": zeros(3)}, {1}),
+        ({"a": zeros(3)}, {0}),
+        ({"a": zeros(3), "c": zeros(3)}, {0, 1}),
+    ):
+        match = RestoreTarget(target).match(header, strict=False, others=lambda rank: owner.header)
+        assert match.shards == {rank for rank, _, _ in match.extents()} == ranks
+        assert [{*one.destinations} for one in match.rounds()] == [ranks]
 
 
 def test_match_changes_nothing_and_can_be_repeated() -> None:

@@ -72,11 +72,11 @@ def test_tensors_of_any_layout_are_filled_in_rounds() -> None:
     count = 0
     for one in match.rounds():
         count += 1
-        for destination in one.destinations[None]:
+        for destination in one.destinations[0]:
             span = destination.address, destination.address + destination.stop - destination.start
             if not any(start <= span[0] and span[1] <= stop for start, stop in targets):
                 held.add(span)
-        saved.read(one.destinations[None])
+        saved.read(one.destinations[0])
         one.finish()
     match.apply()
     assert same(target, state)
@@ -97,9 +97,9 @@ def test_what_lies_between_pieces_is_read_with_them() -> None:
     match = saved.match(target)
     ends = []
     for one in match.rounds():
-        spans = [(d.start, d.stop) for d in one.destinations[None]]
+        spans = [(d.start, d.stop) for d in one.destinations[0]]
         ends.append((min(start for start, _ in spans), max(stop for _, stop in spans)))
-        saved.read(one.destinations[None])
+        saved.read(one.destinations[0])
         one.finish()
     assert len(ends) > 3
     assert all(before[1] <= after[0] for before, after in pairwise(ends))

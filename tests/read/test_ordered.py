@@ -23,29 +23,29 @@ NAMES = [f"t{i}" for i in range(6)]
 
 
 class Two:
-    """Two shards, of a rank's own and of rank 1, each of six tensors of one and a half blocks."""
+    """Two shards, of ranks 0 and 1, each of six tensors of one and a half blocks."""
 
     def __init__(self, folder: Path, codec: str, held: ExitStack) -> None:
         random = np.random.default_rng(3)
-        self.arrays: dict[int | None, dict[str, np.ndarray]] = {}
-        self.shards: dict[int | None, ShardReader] = {}
-        self.files: dict[int | None, Path] = {}
-        for shard, rank in ((None, 0), (1, 1)):
+        self.arrays: dict[int, dict[str, np.ndarray]] = {}
+        self.shards: dict[int, ShardReader] = {}
+        self.files: dict[int, Path] = {}
+        for rank in (0, 1):
             arrays = {name: random.integers(0, 256, PAGE * 3 // 2, dtype=np.uint8) for name in NAMES}
             content = RankContent(tensors=[Tensor(name, array) for name, array in arrays.items()])
             data, header = shard_bytes(content, codec=codec, block_nbytes=PAGE, rank=rank, ranks=2)
             file = folder / f"shard-{rank}"
             file.write_bytes(data)
-            self.arrays[shard], self.files[shard] = arrays, file
-            self.shards[shard] = held.enter_context(ShardReader(PosixStore(), os.fspath(file), header))
+            self.arrays[rank], self.files[rank] = arrays, file
+            self.shards[rank] = held.enter_context(ShardReader(PosixStore(), os.fspath(file), header))
         self.targets = {
             shard: {name: np.zeros_like(array) for name, array in arrays.items()}
             for shard, arrays in self.arrays.items()
         }
 
-    def wanted(self, ranks: dict[tuple[int | None, str], float]) -> dict[int | None, list[Wanted]]:
+    def wanted(self, ranks: dict[tuple[int, str], float]) -> dict[int, list[Wanted]]:
         """Items are numbered in the order of `ranks`."""
-        found: dict[int | None, list[Wanted]] = {}
+        found: dict[int, list[Wanted]] = {}
         for number, ((shard, name), rank) in enumerate(ranks.items()):
             entry = next(e for e in self.shards[shard].header.tensors if e.name == name)
             address = self.targets[shard][name].ctypes.data
@@ -62,17 +62,17 @@ def two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Two]:
 
 
 def test_the_lowest_rank_comes_first_and_no_block_twice(two: Two) -> None:
-    ranks = {(1, "t4"): 0.0, (None, "t5"): 1.0, (None, "t0"): 2.0, (1, "t5"): 3.0}
+    ranks = {(1, "t4"): 0.0, (0, "t5"): 1.0, (0, "t0"): 2.0, (1, "t5"): 3.0}
     reads = in_order(two.shards, two.wanted(ranks))
     blocks = [(one.shard, one.read.block) for one in reads]
     assert len(set(blocks)) == len(blocks)
     # t4 is in blocks 6 and 7, t5 in 7 and 8: the block of both comes when the first of them wants it.
-    assert blocks == [(1, 6), (1, 7), (None, 7), (None, 8), (None, 0), (None, 1), (1, 8)]
+    assert blocks == [(1, 6), (1, 7), (0, 7), (0, 8), (0, 0), (0, 1), (1, 8)]
     assert reads[1].items == (0, 3)
 
 
 def test_each_block_is_told_of_once_its_bytes_are_there(two: Two) -> None:
-    ranks = {(shard, name): float(i) for i, name in enumerate(NAMES) for shard in (None, 1)}
+    ranks = {(shard, name): float(i) for i, name in enumerate(NAMES) for shard in (0, 1)}
     wanted = two.wanted(ranks)
     reads = in_order(two.shards, wanted)
     left = [sum(number in one.items for one in reads) for number in range(len(ranks))]
@@ -95,7 +95,7 @@ def test_each_block_is_told_of_once_its_bytes_are_there(two: Two) -> None:
 
 
 def test_one_thread_tells_of_the_blocks_in_their_order(two: Two) -> None:
-    ranks = {(None, "t5"): 0.0, (1, "t0"): 1.0, (None, "t0"): 2.0}
+    ranks = {(0, "t5"): 0.0, (1, "t0"): 1.0, (0, "t0"): 2.0}
     reads = in_order(two.shards, two.wanted(ranks))
     seen: list[OrderedRead] = []
     deliver(two.shards, reads, 1, seen.append)
@@ -103,9 +103,9 @@ def test_one_thread_tells_of_the_blocks_in_their_order(two: Two) -> None:
 
 
 def test_a_damaged_block_is_never_told_of(two: Two) -> None:
-    ranks = {(1, "t4"): 0.0, (None, "t0"): 1.0}
+    ranks = {(1, "t4"): 0.0, (0, "t0"): 1.0}
     flip(two.files[1], two.shards[1].extent(7)[0])
-    seen: list[tuple[int | None, int]] = []
+    seen: list[tuple[int, int]] = []
     reads = in_order(two.shards, two.wanted(ranks))
     with pytest.raises(CorruptCheckpointError) as caught:
         deliver(two.shards, reads, 1, lambda one: seen.append((one.shard, one.read.block)))
@@ -115,7 +115,7 @@ def test_a_damaged_block_is_never_told_of(two: Two) -> None:
 
 
 def test_what_is_raised_for_a_block_ends_the_read(two: Two) -> None:
-    reads = in_order(two.shards, two.wanted({(None, name): 0.0 for name in NAMES}))
+    reads = in_order(two.shards, two.wanted({(0, name): 0.0 for name in NAMES}))
     seen = []
 
     def stop(one: OrderedRead) -> None:
@@ -128,6 +128,6 @@ def test_what_is_raised_for_a_block_ends_the_read(two: Two) -> None:
 
 
 def test_nothing_wanted_is_nothing_read(two: Two) -> None:
-    empty = {None: [Wanted(Destination(5, 5, 0), 0, 0.0)]}
+    empty = {0: [Wanted(Destination(5, 5, 0), 0, 0.0)]}
     assert in_order(two.shards, empty) == []
     assert deliver(two.shards, [], 4, lambda one: None).blocks == 0
