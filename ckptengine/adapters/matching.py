@@ -75,7 +75,8 @@ class Matcher:
         self._world = world
         self._allow_pickle = allow_pickle
         self.asked = per_rank
-        self._own = OwnValues(leaves, per_rank, partial.stored_name)
+        is_sharded = (lambda leaf: False) if world is None else world.is_sharded
+        self._own = OwnValues(leaves, per_rank, partial.stored_name, is_sharded)
         self._wanted = Wanted(partial)
         self._is_choosy = per_rank is not None or not self._wanted.is_all
         self.differences = Differences()

@@ -16,14 +16,20 @@ from ckptengine.read.per_rank import PerRankChoices
 
 class OwnValues:
     """Asks for the values of a walk through target and tree. asked: None if the tree is that of the rank that
-    restores; then none stays."""
+    restores; then none stays. is_sharded: is what one rank stored as a whole tensor all of a sharded one, of
+    which the others have nothing?"""
 
     def __init__(
-        self, leaves: list[Leaf], asked: PerRankChoices | None, stored_name: Callable[[str], str]
+        self,
+        leaves: list[Leaf],
+        asked: PerRankChoices | None,
+        stored_name: Callable[[str], str],
+        is_sharded: Callable[[Leaf], bool],
     ) -> None:
         self._leaves = leaves
         self._asked = asked
         self._stored_name = stored_name
+        self._is_sharded = is_sharded
 
     def stay(self, node: Node, path: tuple[Any, ...]) -> bool:
         """All that is taken from the node together."""
@@ -31,11 +37,11 @@ class OwnValues:
             return False
         name = self._name(path)
         names = values_in(msgspec.json.encode(node), name, self._large)
-        names += [self._leaves[i].name for i in leaf_indices(node) if _is_own(self._leaves[i])]
+        names += [self._leaves[i].name for i in leaf_indices(node) if self._is_own(self._leaves[i])]
         return self._asked.drop(name) if names == [name] else self._asked.drop_together(name, names)
 
     def tensor_stays(self, leaf: Leaf) -> bool:
-        return self._asked is not None and _is_own(leaf) and self._asked.drop(leaf.name)
+        return self._asked is not None and self._is_own(leaf) and self._asked.drop(leaf.name)
 
     def absent(self, path: tuple[Any, ...]) -> bool:
         """What the tree does not have and the target does: has the policy had its say?"""
@@ -44,6 +50,10 @@ class OwnValues:
     def superfluous(self, path: tuple[Any, ...]) -> bool:
         """What the tree has and the target does not."""
         return self._asked is not None and self._asked.superfluous(self._name(path))
+
+    def _is_own(self, leaf: Leaf) -> bool:
+        """Is it a whole tensor, no part of one?"""
+        return leaf.kind is None and leaf.chunk is None and not self._is_sharded(leaf)
 
     def _name(self, path: tuple[Any, ...]) -> str:
         """The name, as the format has it, that a value of the target was stored under."""
@@ -61,8 +71,3 @@ def _name(path: tuple[Any, ...]) -> str:
 def _key_text(key: Any) -> str:
     node = Encoder(allow_pickle=True).encode(key)
     return node if type(node) is str else msgspec.json.encode(node).decode()
-
-
-def _is_own(leaf: Leaf) -> bool:
-    """Is it a whole tensor, no part of one?"""
-    return leaf.kind is None and leaf.chunk is None

@@ -105,6 +105,13 @@ class World:
             return [f"no rank stored {describe(found.gap)}{flat}"]
         return _spread(leaf, rows.dtype, tensor, found.parts)
 
+    def is_sharded(self, leaf: Leaf) -> bool:
+        """Do ranks say that it is one tensor, of which each has a part? One that has all of it does not, as
+        the first of several with one row.
+        """
+        held = self._find(leaf)
+        return held is not None and held.sharded and held.conflict is None
+
     def _find(self, leaf: Leaf) -> Held | None:
         return self._held.find(leaf.name, leaf.shard)
 

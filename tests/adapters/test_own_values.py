@@ -13,6 +13,7 @@ import torch
 import ckptengine as ck
 from ckptengine.adapters.matching import Matcher
 from ckptengine.adapters.restore import RestoreTarget
+from ckptengine.adapters.tensors import LocalChunk
 from ckptengine.adapters.world import World
 from ckptengine.format.columns import values_of
 from ckptengine.format.index import index_from_headers
@@ -162,6 +163,29 @@ def test_an_object_is_dropped_whole_where_one_of_its_tensors_differs() -> None:
     assert restore(into, "rank0", *states).from_rank0 == ("o.seen",)
     assert into["o"].state["epoch"] == 1
     assert int(into["o"].state["seen"]) == 0
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_a_row_sharded_over_two_ranks_is_no_ranks_own_whichever_has_it(holder: int) -> None:
+    """The rank that has all of it stores it as a whole tensor, the other says which part of it is nothing."""
+    row = torch.arange(6.0).view(1, 6)
+    states = [{"row": row, "o": Loader(row=row), "step": 1} for _ in (0, 1)]
+    nothing = LocalChunk(torch.empty(0, 6), (1, 6), (0, 0))
+    states[1 - holder] |= {"row": nothing, "o": Loader(row=nothing)}
+    for spec in ("error", "rank0", "drop", {"row": "drop", "o.row": "drop"}, {"row": "rank0", "*": "drop"}):
+        into: dict[str, Any] = {"row": torch.zeros(1, 6), "o": Loader(row=torch.zeros(1, 6)), "step": 0}
+        match = restore(into, spec, *states)
+        assert (match.dropped, match.from_rank0) == ((), ()), spec
+        assert same([into["row"], into["o"].state["row"], into["step"]], [row, row, 1]), spec
+
+
+def test_a_whole_tensor_that_differs_from_parts_of_its_name_is_dropped_by_name() -> None:
+    states = [{"w": torch.ones(3)}, {"w": LocalChunk(torch.ones(2), (5,), (0,))}]
+    into = {"w": torch.zeros(3)}
+    assert restore(into, {"w": "drop"}, *states).dropped == ("w",)
+    assert into["w"].tolist() == [0, 0, 0]
+    with pytest.raises(ck.StateMismatchError, match="contradict each other"):
+        restore(into, "drop", *states)
 
 
 def test_a_modules_buffers_are_dropped_one_by_one() -> None:

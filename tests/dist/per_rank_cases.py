@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptengine as ck
-from ckptengine.adapters.tensors import LocalChunk
-from tests.adapters.fake import same
+from ckptengine.adapters.tensors import LocalChunk, is_tensor
+from tests.adapters.fake import bits, same
 from tests.dist.cases import checkpointer, rank
 
 NUMEL = 24
@@ -99,3 +101,34 @@ def refused(root: str, step: int, spec: Any = "error") -> str:
             assert same(target, before)
             return str(error)
     raise AssertionError("it was restored")
+
+
+def few_rows(value: float, columns: bool = False) -> dict[str, Any]:
+    """Tensors sharded over the ranks, one of a single row; and a whole one of each rank's own."""
+    whole = {"row": torch.arange(6.0).view(1, 6) + value, "rows": torch.arange(24.0).view(4, 6) + value}
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (world_size(),))
+        whole = {name: distribute_tensor(one, mesh, [Shard(int(columns))]) for name, one in whole.items()}
+    return whole | {"own": torch.tensor(float(rank())), "epoch": value}
+
+
+def save_few_rows(root: str, step: int) -> None:
+    with checkpointer(root) as ckpt:
+        ckpt.save(step, few_rows(1.0))
+
+
+def restore_few_rows(root: str, step: int, spec: Any, columns: bool = False) -> tuple[Any, ...]:
+    """columns: the target is sharded so, and not by rows. Returns what was dropped, what is rank 0's, and of which
+    rank the own value is (None: as the target had it), with the names of all else that came back."""
+    target = few_rows(2.0, columns)
+    target["own"].fill_(-1.0)
+    with checkpointer(root) as ckpt:
+        info = ckpt.restore(target, step=step, per_rank=spec)
+    expected = few_rows(1.0, columns)
+    back = [name for name in ("row", "rows", "epoch") if _local(target[name]) == _local(expected[name])]
+    own = int(target["own"])
+    return info.dropped, info.from_rank0, [None if own < 0 else own, *back]
+
+
+def _local(value: Any) -> Any:
+    return bits(value.to_local() if isinstance(value, DTensor) else value) if is_tensor(value) else value

@@ -50,6 +50,26 @@ def test_as_many_ranks_have_their_own_back_whatever_the_policy(pair: Ranks, root
         assert pair.call(per_rank_cases.restore_own, root, 4, spec) == [(2, (), (), [])] * 2
 
 
+@pytest.mark.parametrize("saved_by", [2, 3])
+def test_what_has_fewer_rows_than_ranks_is_put_together_whatever_is_said_of_its_name(
+    pair: Ranks, trio: Ranks, root: str, saved_by: int
+) -> None:
+    """Rank 0 has all of it and stores it as a whole tensor."""
+    savers, others = (pair, trio) if saved_by == 2 else (trio, pair)
+    savers.call(per_rank_cases.save_few_rows, root, 4)
+    specs = ("rank0", "drop", {"own": "rank0", "*row*": "drop"}, {"*row*": "drop", "*": "drop"})
+    for spec, dropped in zip(specs, ((), ("own",), (), ("own",)), strict=True):
+        taken = () if dropped else ("own",)
+        for told in others.call(per_rank_cases.restore_few_rows, root, 4, spec):
+            assert told == (dropped, taken, [None if dropped else 0, "row", "rows", "epoch"]), spec
+        assert per_rank_cases.restore_few_rows(root, 4, spec)[:2] == (dropped, taken)
+        for columns in (False, True):
+            own = savers.call(per_rank_cases.restore_few_rows, root, 4, spec, columns)
+            assert own == [((), (), [rank, "row", "rows", "epoch"]) for rank in range(saved_by)], spec
+    for error in others.errors(per_rank_cases.restore_few_rows, root, 4, "error"):
+        assert error.mismatched == ("own: each rank that saved it had its own",)
+
+
 def test_a_choice_that_there_is_not_is_refused_before_anything_is_waited_for(pair: Ranks, root: str) -> None:
     pair.call(per_rank_cases.save, root, 4)
     assert [type(error) for error in pair.errors(per_rank_cases.refused, root, 4, "mine")] == [ValueError] * 2
