@@ -59,10 +59,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retries: fresh attempts after a failed one, from the same snapshot; 0 to 9.
     snapshot: `"copy"`: a save returns when the state is copied; `"overlap"`: at once, while what only an
         optimizer's step changes is copied in the background, and the next step waits for that.
-    commit_timeout_s: from the request of a save to its commit; the save fails on all ranks when it passes.
-    stall_timeout_s: a writer that makes no progress for so long while it starts or writes is ended and its
-        save fails (a new one has at least 300 s to start); not counted while the state is still being copied,
-        nor once the shard is durable, from where on `commit_timeout_s` bounds it.
+    commit_timeout_s: from the request of a save to its commit; the save fails on all ranks when it passes. It
+        bounds what a rank waits for others, and for its state to be copied.
+    stall_timeout_s: a writer that makes no progress for so long is ended and its save fails, whatever it is
+        at: the directory, the shard, the commit (a new one has at least 300 s to start). Waiting for other
+        ranks, or for the state to be copied, is no standstill.
     trace: a directory, made when there is something to write, in which every process of every rank leaves a
         file of what it did when, for `ckpt trace`; None: nothing is recorded. A process with several
         Checkpointers is traced as a whole, from the first that asks for it to the last.

@@ -1,5 +1,10 @@
 """Is an attempt that the writer works on still worth waiting for? Its word on the status page, and whatever
-says that no good word will come: its death, its silence, the deadline."""
+says that no good word will come: its death, its silence, the deadline.
+
+One rule for silence: a writer that has said nothing for the stall timeout is given up, in whatever state it
+is. It speaks after each step of its work, and all the while it waits for somebody else
+(`ckptengine.write.reporting`); how long it may wait for others, the deadline says.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,9 @@ START_TIMEOUT_S = 300.0
 OUTCOME_GRACE_S = 5.0
 """How much longer than the coordinator the other ranks wait, so that its word arrives before their own
 deadline."""
+WATCHED_S = 1.0
+"""What the time from one look to the next may add to a writer's silence. If it was longer, the trainer was
+stopped, and maybe the writer with it: a job may be suspended as a whole, and resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +62,21 @@ class Watch:
         self._deadline = deadline + (0.0 if task.rank == COORDINATOR else OUTCOME_GRACE_S)
         self._handle = handle
         self._seen: SaveStatus | None = None
-        self._seen_at = time.monotonic()
+        self._looked_at = time.monotonic()
+        self._silence_s = 0.0
         self._warm = False
         self._pause_s = POLL_FIRST_S
 
     def look(self, around: Around) -> Outcome | CheckpointError | None:
         """The writer's outcome, or why it is not waited for any longer, or None: look again after a pause."""
+        now = time.monotonic()
+        self._silence_s += min(now - self._looked_at, WATCHED_S)
+        self._looked_at = now
         status = self._read()
         if status is not None and status.outcome is not None:
             return status.outcome
-        if around.copying:
-            # The writer may be waiting for it; what bounds it is the deadline.
-            self._seen_at = time.monotonic()
-        if not self._warm and around.warm:
-            self._warm, self._seen_at = True, time.monotonic()
+        if not self._warm and (around.warm or status is not None):
+            self._warm, self._silence_s = True, 0.0
         return self._hopeless(status.state if status is not None else "starting", around)
 
     def pause(self) -> None:
@@ -83,7 +92,7 @@ class Watch:
         if status != self._seen:
             if self._seen is None or status.state != self._seen.state:
                 self._pause_s = POLL_FIRST_S  # once durable, a single rank's commit is milliseconds away
-            self._seen, self._seen_at = status, time.monotonic()
+            self._seen, self._silence_s = status, 0.0
             self._handle._note(
                 written=status.written_at or self._handle.times.written,
                 durable=status.durable_at or self._handle.times.durable,
@@ -92,25 +101,25 @@ class Watch:
 
     def _hopeless(self, state: str, around: Around) -> CheckpointError | None:
         task, config = self._task, self._config
-        silence_s = time.monotonic() - self._seen_at
         stall_s = config.stall_timeout_s if self._warm else max(config.stall_timeout_s, START_TIMEOUT_S)
+        doing = "beginning with it" if state == "starting" and self._warm else _doing(state, task.rank)
         if around.abort is not None:
             return SaveFailedError(f"step {task.step}: {around.abort}", rank=task.rank)
         if around.exitcode is not None:
             return SaveFailedError(
-                f"step {task.step}: the writer process ended ({_how(around.exitcode)}) while {_doing(state)}",
+                f"step {task.step}: the writer process ended ({_how(around.exitcode)}) while {doing}",
                 rank=task.rank,
                 hint="the previous checkpoint stands; the next save starts a new writer",
             )
         if time.time() > self._deadline:
-            where = "state was still being copied" if around.copying else f"writer was {_doing(state)}"
+            where = "state was still being copied" if around.copying else f"writer was {doing}"
             return CommitTimeoutError(
                 f"step {task.step}: not committed within {config.commit_timeout_s:g} s, this rank's {where}",
                 rank=task.rank,
             )
-        if state in ("starting", "writing") and silence_s > stall_s:
+        if self._silence_s > stall_s:
             return CommitTimeoutError(
-                f"step {task.step}: the writer made no progress for {stall_s:g} s while {_doing(state)}",
+                f"step {task.step}: the writer made no progress for {stall_s:g} s while {doing}",
                 path=task.root,
                 rank=task.rank,
                 hint="the storage hangs, or Config.stall_timeout_s is too short for it",
@@ -127,10 +136,14 @@ def _how(exitcode: int) -> str:
         return f"killed by signal {-exitcode}"
 
 
-def _doing(state: str) -> str:
+def _doing(state: str, rank: int) -> str:
+    coordinates = rank == COORDINATOR
     return {
         "starting": "starting",
-        "waiting": "waiting for the coordinator to make the attempt's directory",
+        "waiting": "making the attempt's directory"
+        if coordinates
+        else "waiting for the coordinator to make the attempt's directory",
         "writing": "writing the shard",
-        "durable": "waiting for the commit",
+        "durable": "waiting for the other ranks' shards" if coordinates else "waiting for the commit",
+        "committing": "making the commit",
     }.get(state, state)

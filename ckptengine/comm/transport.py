@@ -56,19 +56,23 @@ class Transport(Protocol):
         ...
 
 
-def wait_for(peek: Callable[[], bytes | None], timeout_s: float) -> bytes | None:
-    """Look again and again until there is a value; None when `timeout_s` pass first.
+def wait_for(
+    peek: Callable[[], bytes | None], timeout_s: float, sleep: Callable[[float], None] | None = None
+) -> bytes | None:
+    """Look again and again until there is a value; None when `timeout_s` pass first. `sleep`: instead of
+    `time.sleep`.
 
     The pauses are a twentieth of the time waited so far, up to half a second: a parallel file system's
     metadata server, and a job's one store, serve all ranks.
     """
+    sleep = sleep or time.sleep
     started = time.monotonic()
     while (value := peek()) is None:
         waited = time.monotonic() - started
         if waited >= timeout_s:
             return None
         pause = min(max(waited / 20, POLL_FIRST_S), POLL_LAST_S)
-        time.sleep(min(pause, timeout_s - waited))
+        sleep(min(pause, timeout_s - waited))
     return value
 
 

@@ -29,6 +29,7 @@ from ckptengine.read.shards import scan_shard
 from ckptengine.storage.store import Store
 from ckptengine.write.draft import IndexDraft
 from ckptengine.write.messages import Receipt, WriteTask, failed_key, receipt_key
+from ckptengine.write.reporting import Beat
 from ckptengine.write.waiting import wait_for_key
 
 logger = logging.getLogger(__name__)
@@ -36,21 +37,21 @@ logger = logging.getLogger(__name__)
 HEADER_READERS = 16
 
 
-def collect_receipts(transport: Transport, task: WriteTask, own: Receipt) -> list[Receipt]:
+def collect_receipts(transport: Transport, task: WriteTask, own: Receipt, beat: Beat) -> list[Receipt]:
     """All ranks' receipts in rank order; raises the first failure heard of, or `CommitTimeoutError` naming a
     missing rank."""
     receipts = []
     for rank in range(task.world_size):
-        receipt = own if rank == task.rank else _wait_for_receipt(transport, task, rank)
+        receipt = own if rank == task.rank else _wait_for_receipt(transport, task, rank, beat)
         if receipt.failure is not None:
             raise receipt.failure.to_error(SaveFailedError)
         receipts.append(receipt)
     return receipts
 
 
-def _wait_for_receipt(transport: Transport, task: WriteTask, rank: int) -> Receipt:
+def _wait_for_receipt(transport: Transport, task: WriteTask, rank: int, beat: Beat) -> Receipt:
     try:
-        data = wait_for_key(transport, task, receipt_key(task.attempt, rank), failed_key(task.attempt))
+        data = wait_for_key(transport, task, beat, receipt_key(task.attempt, rank), failed_key(task.attempt))
     except TimeoutError:
         raise CommitTimeoutError(
             f"step {task.step}: rank {rank} did not make its shard durable before the commit deadline",
@@ -67,8 +68,10 @@ def commit(
     receipts: Sequence[Receipt],
     shard_paths: Sequence[str],
     own: Future[IndexDraft],
+    beat: Beat,
 ) -> Manifest:
-    """Check every shard from this mount, publish `INDEX` and `MANIFEST.json`, and return the manifest.
+    """Check every shard from this mount, publish `INDEX` and `MANIFEST.json`, and return the manifest. There
+    is a beat after each step.
 
     The check is not politeness: a client that lost its connection can report a good sync for bytes that other
     mounts never see. A header with the digest that its rank reported is the one that rank encoded, so it is
@@ -79,6 +82,7 @@ def commit(
     attempt_path = f"{step_path}/{task.attempt}"
     # Each rank synced its file; only this makes the names in the directory durable.
     store.sync_dir(attempt_path)
+    beat()
     refs = [
         ShardRef(
             rank=r.rank, path=path, size=r.size, header_nbytes=r.header_nbytes, header_digest=r.header_digest
@@ -99,16 +103,19 @@ def commit(
         shards=tuple(refs),
         index=None,
     )
-    contents = _check_shards(store, step_path, draft, task.rank, own)
+    contents = _check_shards(store, step_path, draft, task.rank, own, beat)
     index = own.result().index or _index(contents, step_path)
+    beat()
     manifest = replace(
         draft,
         tensors=contents.tensors,
         index=None if index is None else IndexRef(size=len(index), digest=hexdigest(index)),
     )
     _refuse_if_overtaken(store, step_path, task)
+    beat()
     if index is not None:
         store.publish(f"{step_path}/{INDEX_NAME}", index)
+        beat()
     path = f"{step_path}/{MANIFEST_NAME}"
     data = encode_manifest(manifest)
     # Read back before it counts, by the rules every reader applies; that also gives the fingerprint.
@@ -118,7 +125,7 @@ def commit(
 
 
 def _check_shards(
-    store: Store, step_path: str, manifest: Manifest, rank: int, own: Future[IndexDraft]
+    store: Store, step_path: str, manifest: Manifest, rank: int, own: Future[IndexDraft], beat: Beat
 ) -> IndexBuilder:
     scanner = HeaderScanner()
 
@@ -134,6 +141,8 @@ def _check_shards(
                 rank=ref.rank,
                 hint="are all ranks on the same shared file system?",
             ) from error
+        finally:
+            beat()
 
     with ThreadPoolExecutor(
         min(HEADER_READERS, len(manifest.shards)), thread_name_prefix="ckpt-commit"
@@ -145,6 +154,7 @@ def _check_shards(
             contents.per_rank.add(first.values)
         for shard in others:
             contents.add(shard)
+            beat()
         return contents
 
 

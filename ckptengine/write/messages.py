@@ -104,17 +104,22 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     retry: bool = False
 
 
-State = Literal["waiting", "writing", "durable", "ended"]
-"""Waiting for the coordinator to make the directory; writing the shard; waiting for the outcome; outcome
-known."""
+State = Literal["waiting", "writing", "durable", "committing", "ended"]
+"""Waiting for the directory, or, on the coordinator, making it; writing the shard; waiting for the other
+ranks; making the commit (the coordinator only); outcome known."""
 
 
 class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What a writer last reported about an attempt on its arena's status page; times are Unix seconds, 0 if
-    not reached."""
+    not reached.
+
+    words: how often it has reported. It does so whenever a step of its work is done, and again and again
+    while it waits for others: a number that stays means that the writer, or the storage under it, hangs.
+    """
 
     attempt: str
     state: State
+    words: int = 0
     nbytes_written: int = 0
     written_at: float = 0.0
     durable_at: float = 0.0

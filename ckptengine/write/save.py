@@ -24,7 +24,6 @@ from ckptengine.format.manifest import Manifest
 from ckptengine.format.names import AttemptId, shard_filename, step_dirname
 from ckptengine.format.shard import HeaderTemplate
 from ckptengine.staging.arena import Arena
-from ckptengine.staging.status import StatusPage
 from ckptengine.storage.store import Store
 from ckptengine.write.commit import collect_receipts, commit
 from ckptengine.write.draft import IndexDraft, begin_draft
@@ -32,7 +31,6 @@ from ckptengine.write.messages import (
     Outcome,
     Ready,
     Receipt,
-    SaveStatus,
     WriteTask,
     failed_key,
     outcome_key,
@@ -40,14 +38,13 @@ from ckptengine.write.messages import (
     receipt_key,
 )
 from ckptengine.write.methods import History
+from ckptengine.write.reporting import Reporter
 from ckptengine.write.second_place import with_a_second_place
 from ckptengine.write.shard_writer import Compression, WrittenShard, write_shard
 from ckptengine.write.staged import waiting_for
 from ckptengine.write.waiting import wait_for_key
 
 logger = logging.getLogger(__name__)
-
-STATUS_INTERVAL_S = 0.05
 
 
 def run_save(
@@ -59,7 +56,7 @@ def run_save(
 ) -> Outcome:
     """Bring the bytes in the arena to the commit, also while they are still being staged; how it ended is on
     the status page and returned, never raised. `history`: what earlier saves to this root have shown."""
-    reporter = _Reporter(task, arena.status)
+    reporter = Reporter(task, arena.status)
     draft = None
     try:
         header = bytes(arena.payload[: task.header_nbytes])
@@ -71,9 +68,9 @@ def run_save(
         receipt = Receipt(rank=task.rank, failure=Failure.of(error, task.rank))
     try:
         outcome = (
-            _decide(task, store, transport, receipt, draft)
+            _decide(task, store, transport, receipt, draft, reporter)
             if task.rank == COORDINATOR
-            else _report_and_wait(task, store, transport, receipt)
+            else _report_and_wait(task, store, transport, receipt, reporter)
         )
     except Exception as error:
         outcome = Outcome(committed=False, failure=Failure.of(error, task.rank))
@@ -124,11 +121,11 @@ def _make_durable(
     transport: Transport,
     arena: Arena,
     header: bytes,
-    reporter: _Reporter,
+    reporter: Reporter,
     history: History,
 ) -> Receipt:
-    notes = _prepare_directory(task, store, transport)
-    reporter.writing()
+    notes = _prepare_directory(task, store, transport, reporter)
+    reporter.enter("writing")
     payload = arena.payload
     data = payload[task.data_offset : task.data_offset + task.data_nbytes]
     template = HeaderTemplate(
@@ -151,7 +148,7 @@ def _make_durable(
             compression=Compression(task.zstd_level, task.auto, history) if task.codec == "zstd" else None,
             threads=task.io_threads,
             huge=task.arena.huge,
-            staged=waiting_for(arena.mark, task),
+            staged=waiting_for(arena.mark, task, reporter.beat),
             on_progress=reporter.wrote,
             on_written=reporter.written,
         )
@@ -182,15 +179,20 @@ def _refuse_link(task: WriteTask, store: Store) -> None:
         )
 
 
-def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> tuple[str, ...]:
+def _prepare_directory(
+    task: WriteTask, store: Store, transport: Transport, reporter: Reporter
+) -> tuple[str, ...]:
     """One mkdir per attempt, by one rank: on Lustre a mkdir costs ten times a create. Returns what did not go
     as wished."""
     notes: tuple[str, ...] = ()
     if task.rank == COORDINATOR:
         try:
             _refuse_link(task, store)
+            reporter.beat()
             store.make_dirs(os.path.join(step_path(task), task.attempt))
+            reporter.beat()
             notes = _announce_files(task, store)
+            reporter.beat()
         except Exception as error:
             ready = Ready(failure=Failure.of(error, task.rank))
             transport.set(ready_key(task.attempt), msgspec.msgpack.encode(ready))
@@ -198,7 +200,7 @@ def _prepare_directory(task: WriteTask, store: Store, transport: Transport) -> t
         transport.set(ready_key(task.attempt), msgspec.msgpack.encode(Ready(step=task.step)))
         return notes
     try:
-        answer = wait_for_key(transport, task, ready_key(task.attempt))
+        answer = wait_for_key(transport, task, reporter.beat, ready_key(task.attempt))
     except TimeoutError:
         raise CommitTimeoutError(
             f"step {task.step}: the coordinator did not make the attempt's directory in time",
@@ -235,14 +237,21 @@ def _announce_files(task: WriteTask, store: Store) -> tuple[str, ...]:
 
 
 def _decide(
-    task: WriteTask, store: Store, transport: Transport, own: Receipt, draft: Future[IndexDraft] | None
+    task: WriteTask,
+    store: Store,
+    transport: Transport,
+    own: Receipt,
+    draft: Future[IndexDraft] | None,
+    reporter: Reporter,
 ) -> Outcome:
     """The coordinator's decision. Every way out of here is told to the other ranks."""
     try:
-        receipts = collect_receipts(transport, task, own)
+        receipts = collect_receipts(transport, task, own, reporter.beat)
+        reporter.enter("committing")
         paths = [shard_path(task, rank) for rank in range(task.world_size)]
         assert draft is not None  # or there would be no good receipt
-        manifest = commit(store, step_path(task), task, receipts, paths, draft)
+        manifest = commit(store, step_path(task), task, receipts, paths, draft, reporter.beat)
+        reporter.beat()
         outcome = msgspec.structs.replace(
             _committed(manifest),
             # The manifest was made, and says so, before it was published.
@@ -265,12 +274,14 @@ def _decide(
     return told
 
 
-def _report_and_wait(task: WriteTask, store: Store, transport: Transport, receipt: Receipt) -> Outcome:
+def _report_and_wait(
+    task: WriteTask, store: Store, transport: Transport, receipt: Receipt, reporter: Reporter
+) -> Outcome:
     if receipt.failure is not None:
         transport.set_if_absent(failed_key(task.attempt), msgspec.msgpack.encode(receipt.failure))
     transport.set(receipt_key(task.attempt, task.rank), msgspec.msgpack.encode(receipt))
     try:
-        data = wait_for_key(transport, task, outcome_key(task.attempt))
+        data = wait_for_key(transport, task, reporter.beat, outcome_key(task.attempt))
         return msgspec.msgpack.decode(data, type=Outcome)
     except (TimeoutError, ConnectionError, CheckpointError) as error:
         # The coordinator may have died between publishing and telling; the manifest is the truth.
@@ -303,35 +314,3 @@ def _retain(task: WriteTask, store: Store) -> None:
     except (OSError, CheckpointError) as error:
         # The step is committed; what could not be deleted is tried again after the next commit.
         logger.warning("retention in %s failed: %s", task.root, error)
-
-
-class _Reporter:
-    """Puts the save's progress on the status page, where the trainer looks."""
-
-    def __init__(self, task: WriteTask, page: StatusPage) -> None:
-        self._page = page
-        self._status = SaveStatus(attempt=task.attempt, state="waiting")
-        self._reported = 0.0
-        self._put(self._status)
-
-    def writing(self) -> None:
-        self._put(msgspec.structs.replace(self._status, state="writing"))
-
-    def wrote(self, nbytes: int) -> None:
-        now = time.monotonic()
-        if now - self._reported >= STATUS_INTERVAL_S:
-            self._reported = now
-            self._put(msgspec.structs.replace(self._status, nbytes_written=nbytes))
-
-    def written(self) -> None:
-        self._put(msgspec.structs.replace(self._status, written_at=time.time()))
-
-    def durable(self) -> None:
-        self._put(msgspec.structs.replace(self._status, state="durable", durable_at=time.time()))
-
-    def ended(self, outcome: Outcome) -> None:
-        self._put(msgspec.structs.replace(self._status, state="ended", outcome=outcome))
-
-    def _put(self, status: SaveStatus) -> None:
-        self._status = status
-        self._page.write(msgspec.msgpack.encode(status))

@@ -13,6 +13,7 @@ from ckptengine.errors import CommitTimeoutError, SaveFailedError
 from ckptengine.staging.mark import REASON_NBYTES, StagedMark
 from ckptengine.tracing.recorder import span
 from ckptengine.write.messages import WriteTask
+from ckptengine.write.reporting import Beat, unheard
 
 POLL_S = 0.001
 """A look costs a microsecond; a block of 16 MiB takes two milliseconds to copy."""
@@ -23,9 +24,9 @@ Staged = Callable[["int | None"], None]
 _MESSAGE_LENGTH = 500
 
 
-def waiting_for(mark: StagedMark, task: WriteTask) -> Staged:
+def waiting_for(mark: StagedMark, task: WriteTask, beat: Beat = unheard) -> Staged:
     """Waits until the task's deadline, then raises `CommitTimeoutError`; the trainer's error if the snapshot
-    is refused."""
+    is refused. There are beats meanwhile: it is the trainer who is slow."""
 
     looking = threading.Lock()
 
@@ -38,6 +39,7 @@ def waiting_for(mark: StagedMark, task: WriteTask) -> Staged:
                 raise CommitTimeoutError(
                     f"step {task.step}: the state was still being copied at the deadline", rank=task.rank
                 )
+            beat()
             time.sleep(POLL_S)
 
     def wait(nbytes: int | None) -> None:

@@ -119,6 +119,60 @@ def test_a_writer_that_hangs_is_ended_and_named(opened: Ranks, root: str, rank: 
     goes_on(opened, root, 3, [1])
 
 
+@both_ranks
+@config(stall_timeout_s=3.0)
+def test_a_writer_that_hangs_while_it_waits_for_another_rank_is_ended_and_named(
+    opened: Ranks, root: str, rank: int
+) -> None:
+    waiting = ["durable", "waiting"][rank]
+    opened.call(trap_cases.begin, 2, ranks=[rank])
+    wait_until(lambda: opened.call(trap_cases.reached, 2, ranks=[rank]) == [waiting])
+    os.kill(opened.call(trap_cases.writer_pid)[rank], signal.SIGSTOP)
+    opened.call(trap_cases.begin, 2, ranks=[1 - rank])
+    for error in opened.errors(trap_cases.finish, 2, timeout_s=IN_TIME_S):
+        assert isinstance(error, ck.CommitTimeoutError)
+        assert error.rank == rank
+        assert "no progress for 3 s while waiting for" in str(error)
+    goes_on(opened, root, 3, [1])
+
+
+@both_ranks
+@config(stall_timeout_s=2.0)
+def test_a_writer_that_waits_for_a_slow_rank_is_not_taken_for_one_that_hangs(
+    opened: Ranks, root: str, rank: int
+) -> None:
+    pids = opened.call(trap_cases.writer_pid)
+    opened.call(trap_cases.begin, 2, ranks=[rank])
+    time.sleep(5)
+    opened.call(trap_cases.begin, 2, ranks=[1 - rank])
+    assert [info.step for info in opened.call(trap_cases.finish, 2)] == [2, 2]
+    assert opened.call(trap_cases.writer_pid) == pids
+    goes_on(opened, root, 3, [1, 2])
+
+
+def test_a_writer_that_hangs_when_its_shard_is_reported_does_not_cost_the_commit(
+    pair: Ranks, root: str
+) -> None:
+    infos = pair.call(trap_cases.save_with_a_writer_that_stops_when_it_waits_for_the_outcome, root)
+    assert infos[0].fingerprint == infos[1].fingerprint
+    assert ck.verify(root, level="data").ok
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_job_that_is_suspended_as_a_whole_goes_on_when_it_is_resumed(root: str) -> None:
+    with Ranks(1, init="none") as alone:
+        alone.call(trap_cases.open_kept, root, {**trap_cases.SLOW, "stall_timeout_s": 3.0})
+        alone.call(trap_cases.save, 1)
+        alone.call(trap_cases.begin_slowly, 2)
+        in_the_middle(root, 2, ranks=1)
+        os.killpg(alone.pid(0), signal.SIGSTOP)
+        time.sleep(5)
+        os.killpg(alone.pid(0), signal.SIGCONT)
+        assert [info.step for info in alone.call(trap_cases.finish, 2)] == [2]
+        alone.call(trap_cases.close_kept)
+
+
 def test_a_full_disk_on_one_rank_fails_the_save_on_all(pair: Ranks, tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "mount", "16m"):
         root = str(tmp_path / "mount" / "root")

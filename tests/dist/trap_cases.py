@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from ckptengine import checkpointer as checkpointer_module
 from ckptengine import monitor
 from ckptengine.adapters import worker
 from ckptengine.adapters.nvrx import WriterProcess
+from ckptengine.write.messages import SaveStatus
 from tests.adapters.fake import same
 from tests.adapters.sharded_cases import fsdp1, model
 from tests.dist.cases import checkpointer, rank, state_of, target_of
@@ -129,6 +131,27 @@ def save_with_a_writer_that_dies_when_it_has_published(root: str) -> ck.CommitIn
             patch.undo()
             assert ckpt.save(2, state_of(2, rank())).step == 2
     return info
+
+
+def save_with_a_writer_that_stops_when_it_waits_for_the_outcome(root: str) -> ck.CommitInfo:
+    """Rank 1's; the coordinator's is as always."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitor, "WriterProcess", WriterProcess)
+        if rank() == 1:
+            patch.setattr(worker, "run", writer_functions.stop_when_it_waits_for_the_outcome)
+        with checkpointer(root, stall_timeout_s=3.0) as ckpt:
+            info = ckpt.save(1, state_of(1, rank()))
+            patch.undo()
+            assert ckpt.save(2, state_of(2, rank())).step == 2
+    return info
+
+
+def reached(step: int) -> str:
+    """The newest word of the writer."""
+    pending = kept["ckpt"]._saver._monitor._pending[0]
+    assert pending.handle.step == step
+    page = pending.staging.arena.status.read() if pending.staging.arena is not None else None
+    return "" if page is None else str(msgspec.msgpack.decode(page, type=SaveStatus).state)
 
 
 def leave_with_an_error(root: str, options: dict[str, Any], values: int) -> None:

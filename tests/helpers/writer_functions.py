@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def touch(path: bytes) -> None:
@@ -44,4 +45,43 @@ def on_fuse_as_lustre(task: bytes) -> None:
     from tests.helpers import fuse_lustre
 
     fuse_lustre.pretend()
+    worker.run(task)
+
+
+def stop_when_it_waits_for_the_outcome(task: bytes) -> None:
+    """The engine's own task, in a process that SIGSTOP stops once its shard is durable and reported."""
+    from ckptengine.adapters import worker
+    from ckptengine.write import save
+
+    original = save.wait_for_key
+
+    def wait_for_key(transport: Any, task: Any, beat: Any, key: str, *failed_keys: str) -> bytes:
+        if key.endswith("outcome"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(transport, task, beat, key, *failed_keys)
+
+    save.wait_for_key = wait_for_key
+    worker.run(task)
+
+
+STOP_AT = "CKPT_TEST_STOP_AT"
+"""Environment: the operation of the store at which `stop_at` stops, and how the path ends."""
+
+
+def stop_at(task: bytes) -> None:
+    """The engine's own task, in a process that SIGSTOP stops before an operation."""
+    from ckptengine.adapters import worker
+    from ckptengine.storage.blockio import PosixWriter
+    from ckptengine.storage.posix import PosixStore
+
+    name, _, end = os.environ[STOP_AT].partition(" ")
+    kind: Any = PosixStore if hasattr(PosixStore, name) else PosixWriter
+    original = getattr(kind, name)
+
+    def stop(self: Any, *args: Any, **options: Any) -> Any:
+        if not end or args[0].endswith(end):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(self, *args, **options)
+
+    setattr(kind, name, stop)
     worker.run(task)
