@@ -74,9 +74,9 @@ def status_of(path: Path) -> str:
     code = (
         "import ctypes\n"
         "from ckptengine.storage import memcopy, streaming\n"
-        "to = ctypes.create_string_buffer(70000)\n"
-        "memcopy.move_past(ctypes.addressof(to), b'x' * 70000, 70000)\n"
-        "assert to.raw == b'x' * 70000\n"
+        "to, of = ctypes.create_string_buffer(70000), ctypes.create_string_buffer(b'x' * 70000, 70000)\n"
+        "memcopy.copy_all([ctypes.addressof(to), ctypes.addressof(of), 70000], 1)\n"
+        "assert to.raw == of.raw\n"
         f"assert streaming.__file__.startswith({str(path)!r})\n"
         "print(streaming.status)"
     )

@@ -19,7 +19,7 @@ from ckptengine.tracing import recorder
 
 # Enough for a thread's turn not to show, small enough to spread one large tensor over all threads.
 PIECE_NBYTES = 16 << 20
-# Copied right away, as handing it over costs as much as the copy.
+# Copied many in one call, as a call of its own, or handing it over, costs as much as the copy.
 SMALL_NBYTES = 256 << 10
 # Two threads saturate the memory of a socket's share of a rank; ranks on a node stage at the same time.
 MAX_THREADS = 4
@@ -49,7 +49,11 @@ def copy_items(
     for item, offset in zip(items, offsets, strict=True):
         if offset < 0 or offset + item.nbytes > room:
             raise ValueError(f"{item.name!r} at {offset} does not fit into {room} bytes")
+    if threads is None:
+        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     on_device: list[tuple[torch.Tensor, int]] = []
+    # To, from, bytes, as `memcopy.copy_all` takes them.
+    small: list[int] = []
     # (offset, bytes, work)
     work: list[tuple[int, int, Callable[[], object]]] = []
     began = recorder.clock()
@@ -62,7 +66,7 @@ def copy_items(
             ctypes.memmove(base + offset, source, nbytes)
         elif source.is_cpu and source.is_contiguous():
             if nbytes <= SMALL_NBYTES:
-                memcopy.move_past(base + offset, source.data_ptr(), nbytes)
+                small += (base + offset, source.data_ptr(), nbytes)
                 continue
             address = source.data_ptr()
             for start in range(0, nbytes, PIECE_NBYTES):
@@ -73,12 +77,11 @@ def copy_items(
             on_device.append((source, offset))
         else:
             work.append((offset, nbytes, partial(_copy_strided, source, payload, offset, nbytes)))
+    memcopy.copy_all(small, threads, go_on)
     if (trace := recorder.current) is not None:
         trace.add("copy small tensors", "cpu", began, recorder.clock(), {"tensors": len(items)})
     go_on()
     events = copy_from_device(on_device, payload, after) if on_device else []
-    if threads is None:
-        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     # What comes from a device is there when its events are; until then nothing is said.
     _do(work, threads, go_on, (lambda nbytes: None) if on_device else on_staged)
     on_queued(events)

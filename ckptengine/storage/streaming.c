@@ -23,15 +23,18 @@ enum {
   /* One small page: the processor's own prefetching ends at each page's end. Past the end of the source a prefetch does
    * nothing, or brings in a line for nothing; it never faults. */
   AHEAD = 4096,
+  /* Shorter copies have few whole lines. */
+  SHORT = 2048,
+};
+
+struct move {
+  uint64_t to, from, nbytes;
 };
 
 /* The CRC-32 of this file as it was compiled: whoever has a newer source sees that this is not made of it. */
 uint32_t ckptengine_streaming_source(void) { return CKPTENGINE_SOURCE; }
 
-/* Copies `nbytes` bytes from `from` to `to`, which do not overlap and may have any alignment. */
-void ckptengine_stream(void *to, const void *from, size_t nbytes) {
-  char *target = to;
-  const char *source = from;
+static void stream(char *target, const char *source, size_t nbytes) {
   /* A non-temporal store takes an aligned address, and pays only where it fills whole lines. */
   size_t head = -(uintptr_t)target & (LINE - 1);
   if (head > nbytes) head = nbytes;
@@ -42,8 +45,27 @@ void ckptengine_stream(void *to, const void *from, size_t nbytes) {
     for (int at = 0; at < STEP; at += 16)
       _mm_stream_si128((__m128i *)(target + at), _mm_loadu_si128((const __m128i *)(source + at)));
   }
+  memcpy(target, source, nbytes);
+}
+
+/* Copies `nbytes` bytes from `from` to `to`, which do not overlap and may have any alignment. */
+void ckptengine_stream(void *to, const void *from, size_t nbytes) {
+  stream(to, from, nbytes);
   /* Non-temporal stores may be seen later than the stores that follow them. Without this, the writer process could see
    * the mark that says "it is there", which is an ordinary store, before it sees the bytes. */
   _mm_sfence();
-  memcpy(target, source, nbytes);
+}
+
+/* The same for `count` copies, none of which overlaps another's target. The short ones among them are as fast by plain
+ * stores, and all of them together wait once for their stores. */
+void ckptengine_stream_all(const struct move *moves, size_t count) {
+  for (size_t at = 0; at < count; at++) {
+    char *target = (char *)(uintptr_t)moves[at].to;
+    const char *source = (const char *)(uintptr_t)moves[at].from;
+    if (moves[at].nbytes < SHORT)
+      memcpy(target, source, moves[at].nbytes);
+    else
+      stream(target, source, moves[at].nbytes);
+  }
+  _mm_sfence();
 }

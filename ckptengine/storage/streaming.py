@@ -29,13 +29,13 @@ Copy: TypeAlias = Callable[[int, int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class Helper:
-    """The function of `streaming.c`, called in two ways. All processes see what it has copied before they see
-    what the caller stores next."""
+    """The functions of `streaming.c`. Other Python threads go on meanwhile, and all processes see what was
+    copied before they see what the caller stores next."""
 
     copy: Copy
-    """Other Python threads go on meanwhile."""
-    copy_held: Copy
-    """Python's lock is kept: for copies that take less time than giving it away."""
+    copy_all: Callable[[int, int], object]
+    """Many copies: the address of rows of three unsigned 64-bit integers, to, source and bytes, and how many
+    rows there are."""
 
 
 def load(
@@ -50,19 +50,18 @@ def load(
             "not built (no C compiler when it was installed, no x86-64, or a checkout without a build)",
         )
     try:
-        # One handle gives the lock away in each call, the other keeps it.
-        giving, keeping = ctypes.CDLL(str(library)), ctypes.PyDLL(str(library))
-        made_of = giving.ckptengine_streaming_source
+        functions = ctypes.CDLL(str(library))
+        made_of = functions.ckptengine_streaming_source
         made_of.argtypes, made_of.restype = (), ctypes.c_uint32
         if made_of() != zlib.crc32(source.read_bytes()):
             return None, f"stale: {library.name} was built from another {source.name}; install again"
-        copies = [handle.ckptengine_stream for handle in (giving, keeping)]
+        copy, copy_all = functions.ckptengine_stream, functions.ckptengine_stream_all
     except (OSError, AttributeError) as error:
         return None, f"it cannot be loaded: {error}"
-    for copy in copies:
-        copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-        copy.restype = None
-    return Helper(*copies), LOADED
+    copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    copy_all.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    copy.restype = copy_all.restype = None
+    return Helper(copy, copy_all), LOADED
 
 
 helper, status = load()
