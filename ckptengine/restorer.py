@@ -31,6 +31,7 @@ from ckptengine.comm.group import COORDINATOR, Failure, Group, StoppedByPeerErro
 from ckptengine.comm.rollcall import RollCall
 from ckptengine.config import Config
 from ckptengine.errors import CheckpointError
+from ckptengine.format.names import check_step
 from ckptengine.info import ExchangeInfo, FallBack, RestoreInfo
 from ckptengine.phases import Ranks, Stopwatch
 from ckptengine.read.partial import ALL, Partial
@@ -112,13 +113,16 @@ def _first_whole(
     """What `use` makes of the newest commit that it finds whole, or of `step`. held: the steps that are
     tried."""
     group, watch = run.group, run.watch
-    candidates = Candidates(root, step, run.store, group.world_size, held) if group.is_coordinator else None
 
-    def look() -> RestoreTarget:
+    def look() -> tuple[int | None, RestoreTarget]:
         with watch.measure("plan"):
-            return RestoreTarget(state, allow_pickle=run.config.allow_pickle, partial=run.options.partial)
+            number = None if step is None else check_step(step)
+            return number, RestoreTarget(
+                state, allow_pickle=run.config.allow_pickle, partial=run.options.partial
+            )
 
-    target = _on_all_ranks(group, watch, look, "reading the restore target")
+    number, target = _on_all_ranks(group, watch, look, "reading the restore target")
+    candidates = Candidates(root, number, run.store, group.world_size, held) if group.is_coordinator else None
     while True:
         assignment = _resolve(candidates, group, watch)
         run.fell_back += [FallBack(skipped, reason, COORDINATOR) for skipped, reason in assignment.skipped]

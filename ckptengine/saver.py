@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import operator
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from ckptengine.adapters.state import StateItem, flatten
 from ckptengine.adapters.values import encode_value
 from ckptengine.comm.transport import Transport
 from ckptengine.errors import CommitTimeoutError, SaveFailedError
-from ckptengine.format.names import AttemptId
+from ckptengine.format.names import AttemptId, check_step
 from ckptengine.handle import SaveHandle
 from ckptengine.monitor import Monitor, PendingSave, Run
 from ckptengine.snapshot import Behind, Snapshot, Staging, plan_snapshot
@@ -70,9 +69,7 @@ class Saver:
             deadline=handle.times.requested + self._run.config.commit_timeout_s,
         )
         try:
-            handle.step = operator.index(step)
-            if not 0 <= handle.step < 1 << 63:
-                raise ValueError(f"step must be in [0, 2^63), not {step!r}")
+            handle.step = check_step(step)
             earlier = self._earlier_failure()
             if earlier is not None:
                 pending.repeats_earlier = True

@@ -348,24 +348,52 @@ def test_a_value_that_cannot_be_stored_is_refused_in_the_call(ckpt: ck.Checkpoin
     assert ckpt.save(3, state_at(3)).step == 3
 
 
-@pytest.mark.parametrize("step", [-1, 1 << 63])
-def test_a_step_out_of_range_is_refused(ckpt: ck.Checkpointer, step: int) -> None:
-    with pytest.raises(ValueError, match=r"\[0, 2\^63\)"):
-        ckpt.async_save(step, {})
+TAKE_A_STEP = {
+    "save": lambda ckpt, step: ckpt.save(step, {}),
+    "async_save": lambda ckpt, step: ckpt.async_save(step, {}),
+    "restore": lambda ckpt, step: ckpt.restore(target(), step=step),
+    "streaming restore": lambda ckpt, step: ckpt.restore(target(), step=step, streaming=True),
+}
+"""Whatever of a Checkpointer takes a step, with one in it that is none."""
+
+
+@pytest.mark.parametrize("call", TAKE_A_STEP)
+@pytest.mark.parametrize(
+    ("step", "kind", "message"),
+    [
+        (-1, ValueError, r"step must be in \[0, 2\^63\), not -1"),
+        (1 << 63, ValueError, r"step must be in \[0, 2\^63\), not 9223372036854775808"),
+        (np.int64(-7), ValueError, r"step must be in \[0, 2\^63\), not -7"),
+        (True, TypeError, r"step must be an integer, not True \(bool\)"),
+        (np.True_, TypeError, r"step must be an integer, not .*True"),
+        (torch.tensor(True), TypeError, r"step must be an integer, not tensor\(True\)"),
+        (1.0, TypeError, r"step must be an integer, not 1.0 \(float\)"),
+        ("1", TypeError, r"step must be an integer, not '1' \(str\)"),
+        ([1], TypeError, r"step must be an integer, not \[1\] \(list\)"),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_none_is_refused(
+    ckpt: ck.Checkpointer, call: str, step: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        TAKE_A_STEP[call](ckpt, step)
     ckpt.wait()
     assert os.listdir(ckpt.root) == []
 
 
-@pytest.mark.parametrize("step", [1.0, "1", None])
-def test_a_step_that_is_no_integer_is_refused(ckpt: ck.Checkpointer, step: Any) -> None:
-    with pytest.raises(TypeError, match="integer"):
-        ckpt.async_save(step, {})
+def test_no_step_is_none_to_save(ckpt: ck.Checkpointer) -> None:
+    with pytest.raises(TypeError, match=r"step must be an integer, not None \(NoneType\)"):
+        ckpt.save(None, {})  # type: ignore[arg-type]
 
 
 def test_a_steps_range_is_all_of_63_bits(ckpt: ck.Checkpointer) -> None:
-    for step in (0, (1 << 63) - 1, np.int64(12)):
-        assert ckpt.save(step, state_at(1)).step == step
-    assert ckpt.steps() == [0, 12, (1 << 63) - 1]
+    for step in (0, (1 << 63) - 1, np.int64(12), np.uint8(13), torch.tensor(14)):
+        assert ckpt.save(step, state_at(1)).step == int(step)
+        state, info = restored(ckpt, step=step)
+        assert (type(info.step), info.step) == (int, int(step))
+        assert same(state, state_at(1))
+    assert ckpt.steps() == [0, 12, 13, 14, (1 << 63) - 1]
     assert ckpt.latest == (1 << 63) - 1
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptengine.errors import CorruptCheckpointError
@@ -17,6 +19,31 @@ _STEP = re.compile(r"step-([0-9]{10,19})")
 _RUN = re.compile(r"a([0-9]{6,})-([0-9a-f]{12})-([0-9a-f]{8})")
 _ATTEMPT = re.compile(r"(a[0-9]{6,}-[0-9a-f]{12}-[0-9a-f]{8})-([0-9]{6,})\.([0-9]+)")
 _MAX_ID_LENGTH = 255
+
+
+def check_step(step: object) -> int:
+    """The number that a caller means by `step`: any whole number, also numpy's or a tensor's.
+
+    Raises `TypeError` for anything else, and for a truth value, which is a number only by accident of the
+    language; `ValueError` outside of [0, 2^63).
+    """
+    number: int | None = None
+    if not isinstance(step, bool) and "bool" not in str(getattr(step, "dtype", "")):
+        with suppress(TypeError, ValueError, RuntimeError):
+            number = operator.index(step)  # type: ignore[arg-type]  # as what it may be
+    if number is None:
+        raise TypeError(f"step must be an integer, not {_shown(step)} ({type(step).__name__})")
+    if not 0 <= number <= INT64_MAX:
+        raise ValueError(f"step must be in [0, 2^63), not {_shown(number)}")
+    return number
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # Python refuses to print an integer of thousands of digits
+        return "this"
+    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def step_dirname(step: int) -> str:

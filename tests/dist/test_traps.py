@@ -251,6 +251,17 @@ def test_a_step_that_is_none_counts_as_a_save_on_its_rank(opened: Ranks, root: s
     goes_on(opened, root, 3, [1])
 
 
+@both_ranks
+def test_a_step_that_is_none_fails_the_restore_of_all_ranks(opened: Ranks, root: str, rank: int) -> None:
+    steps: list[Any] = [1, 1]
+    steps[rank] = True
+    errors = opened.errors(trap_cases.restore_at, steps, timeout_s=IN_TIME_S)
+    assert isinstance(errors[rank], TypeError)
+    assert errors[1 - rank].rank == rank  # type: ignore[attr-defined]
+    assert all("step must be an integer, not True" in str(error) for error in errors)
+    goes_on(opened, root, 3, [1])
+
+
 def test_ranks_that_save_different_steps_commit_neither(opened: Ranks, root: str) -> None:
     for error in opened.errors(trap_cases.save_at_own_step, 5, timeout_s=IN_TIME_S):
         assert isinstance(error, ck.CheckpointError)

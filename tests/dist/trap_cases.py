@@ -111,6 +111,10 @@ def save_at(step: Any) -> ck.CommitInfo:
     return kept["ckpt"].save(step, state_of(1, rank()))  # type: ignore[no-any-return]
 
 
+def restore_at(steps_by_rank: list[Any]) -> ck.RestoreInfo:
+    return kept["ckpt"].restore(target_of(rank()), step=steps_by_rank[rank()])  # type: ignore[no-any-return]
+
+
 def save_at_own_step(base: int) -> ck.CommitInfo:
     return save_at(base + rank())
 
