@@ -106,9 +106,9 @@ class Checkpointer:
     def async_save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle:
         """Capture `state` now, write and commit it in the background.
 
-        step: not negative; a step saved again replaces its older commit once the new one is committed. state:
-        nested dicts, lists and tuples of tensors (also DTensor, ShardedTensor), values, and objects with
-        `state_dict`/`load_state_dict`.
+        step: an integer in [0, 2^63), also numpy's; a step saved again replaces its older commit once the new
+        one is committed. state: nested dicts, lists and tuples of tensors (also DTensor, ShardedTensor),
+        values, and objects with `state_dict`/`load_state_dict`.
         metadata: anything a value may be; kept in the manifest, shown by `ckpt inspect`.
 
         Returns once the state is copied, so that changing it is safe; waits longer only for memory, and logs
@@ -238,7 +238,8 @@ class Checkpointer:
         values, which shows only while they are filled), `CorruptCheckpointError` if no commit is whole
         (tensors of the target may have been overwritten), and `CommitTimeoutError` if a rank does not come.
         An error on one rank is raised on all. Of a `step` that is not there, `NotCommittedError` or
-        `CheckpointNotFoundError`. Waits first for the saves under way.
+        `CheckpointNotFoundError`; of one that is none, `TypeError` or `ValueError`. Waits first for the saves
+        under way.
         """
         self._check_open()
         partial = Partial.of(
@@ -382,7 +383,7 @@ def _open_root(store: PosixStore, root: str, member: c10d.Membership, config: Co
     if member.rank == 0:
         try:
             store.make_dirs(root)
-            _remove_old_exchanges(root)
+            _remove_old_exchanges(store, root)
             hello = _Hello(str(RunId(next_life(store, root), int(time.time() * 1000), secrets.token_hex(4))))
         except Exception as error:
             if member.world_size == 1:
@@ -402,13 +403,16 @@ def _connect(spec: TransportSpec, rank: int) -> Transport:
         raise StorageError(str(error), path=spec.directory or None, rank=rank) from error
 
 
-def _remove_old_exchanges(root: str) -> None:
+def _remove_old_exchanges(store: Store, root: str) -> None:
     """Runs that were killed could not remove theirs. A living one touches its own at every save; it may
     belong to another job, to which this one is only a reader."""
-    for name in os.listdir(root):
-        path = os.path.join(root, name)
+    for entry in store.list(root):
+        path = os.path.join(root, entry.name)
         with contextlib.suppress(OSError):
-            if name.startswith(EXCHANGE_PREFIX) and time.time() - os.stat(path).st_mtime > EXCHANGE_AGE_S:
+            if (
+                entry.name.startswith(EXCHANGE_PREFIX)
+                and time.time() - os.stat(path).st_mtime > EXCHANGE_AGE_S
+            ):
                 FileTransport(path).remove()
 
 

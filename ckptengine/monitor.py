@@ -8,6 +8,7 @@ other in a circle.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from ckptengine.info import CommitInfo
 from ckptengine.snapshot import Staging
 from ckptengine.staging.arena import Arena
 from ckptengine.staging.pool import ArenaPool
+from ckptengine.storage.failures import HINTS
 from ckptengine.storage.store import Store
 from ckptengine.tracing import recorder
 from ckptengine.watch import OUTCOME_GRACE_S, Around, Watch
@@ -112,14 +114,15 @@ class Monitor:
         with self._starting:
             if self._writer is not None:
                 return
-            writer = WriterProcess(self._run.rank, worker.run, worker.warm_up)
             try:
+                writer = WriterProcess(self._run.rank, worker.run, worker.warm_up)
                 writer.start()
             except OSError as error:
+                files = error.errno in (errno.EMFILE, errno.ENFILE)
                 raise SaveFailedError(
                     f"the writer process cannot be started: {error}",
                     rank=self._run.rank,
-                    hint="raise the limit on processes or on memory",
+                    hint=HINTS[error.errno or 0] if files else "raise the limit on processes or on memory",
                 ) from error
             self._writer = writer
 

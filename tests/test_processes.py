@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,51 @@ def test_too_many_open_files_is_an_error_and_no_damage(tmp_path: Path) -> None:
         assert outcomes[0] == errno.EMFILE
         assert outcomes[-1] == (2, ())
         assert set(outcomes) == {errno.EMFILE, (2, ())}
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Only so many files can be opened meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(highest + 40, hard), hard))
+    held = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(held.pop())
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("snapshot", ["copy", "overlap"])
+def test_a_save_that_finds_no_descriptor_says_which_limit_to_raise(tmp_path: Path, snapshot: Any) -> None:
+    """Whatever it is for: the directory, the arena, the pipes to the writer process, its start."""
+    state = {"w": torch.zeros(10)}
+    with ck.Checkpointer(tmp_path / "warm") as ckpt:
+        ckpt.save(1, state)  # what is imported and opened once
+    saved, told = [], {}
+    for left in range(20):
+        root = tmp_path / str(left)
+        with ck.Checkpointer(root, config=ck.Config(snapshot=snapshot, on_error="warn")) as ckpt:
+            try:
+                with descriptors_left(left):
+                    handle = ckpt.async_save(1, state)
+                    handle.wait_staged(60)
+            except ck.CheckpointError as error:
+                told[left] = str(error)
+                continue
+            handle.result(60)
+            saved.append(left)
+            break
+    assert saved
+    assert len(told) > 2
+    assert {left: text for left, text in told.items() if "ulimit -n" not in text} == {}
 
 
 def test_a_config_of_another_type_is_refused(tmp_path: Path) -> None:

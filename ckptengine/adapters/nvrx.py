@@ -36,6 +36,13 @@ CLOSE_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 10.0
 
 
+class _Caller(PersistentAsyncCaller):  # type: ignore[misc]  # NVRx has no types
+    """NVRx's, of which the destructor has what it asks for also if it could not be made."""
+
+    rank: int | None = None
+    process: Any = None
+
+
 class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no types
     """One persistent writer process, scheduled by NVRx. Methods may be called from any thread.
 
@@ -52,7 +59,7 @@ class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no 
         # process.
         self._fn = async_fn
         self._warm_up = warm_up
-        self._caller = PersistentAsyncCaller(**_caller_options())
+        self._caller = _Caller(**_caller_options())
         # Else the caller asks torch.distributed, which need not be initialised.
         self._caller.rank = rank
         self._async_calls_queue = AsyncCallsQueue(persistent=True)
