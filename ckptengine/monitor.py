@@ -8,6 +8,7 @@ other in a circle.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
@@ -24,6 +25,7 @@ from ckptengine.comm.group import COORDINATOR, Failure
 from ckptengine.comm.transport import Transport
 from ckptengine.config import Config
 from ckptengine.errors import CheckpointError, CommitTimeoutError, SaveFailedError
+from ckptengine.format.manifest import Manifest
 from ckptengine.format.names import AttemptId, RunId
 from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo
@@ -49,6 +51,8 @@ logger = logging.getLogger(__name__)
 ABORT_POLL_S = 0.2
 CANCEL_TIMEOUT_S = 10.0
 """For a copy to stop between two pieces."""
+LOOK_TIMEOUT_S = 10.0
+"""For the manifest to be looked at: a storage that hangs must not hold up the word that it does."""
 
 
 @dataclass(frozen=True)
@@ -292,12 +296,25 @@ class Monitor:
 
     def _manifest_outcome(self, task: WriteTask) -> Outcome | None:
         """The outcome if the writer died after it had published."""
-        try:
-            manifest = read_manifest(self._store, step_path(task))
-        except (CheckpointError, OSError):
+        found: list[Manifest] = []
+
+        def look() -> None:
+            with contextlib.suppress(CheckpointError, OSError):
+                found.append(read_manifest(self._store, step_path(task)))
+
+        looking = threading.Thread(target=look, name="ckpt-look", daemon=True)
+        looking.start()
+        looking.join(LOOK_TIMEOUT_S)
+        if looking.is_alive():
+            logger.warning(
+                "step %d: %s did not say within %g s whether the writer had committed it",
+                task.step,
+                step_path(task),
+                LOOK_TIMEOUT_S,
+            )
+        if not found or found[0].attempt != task.attempt:
             return None
-        if manifest.attempt != task.attempt:
-            return None
+        manifest = found[0]
         return Outcome(
             committed=True,
             fingerprint=manifest.fingerprint,

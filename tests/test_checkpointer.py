@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckptengine as ck
+from ckptengine import monitor
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId
 from ckptengine.storage.posix import PosixStore
 from tests.adapters.fake import same
@@ -1086,6 +1087,32 @@ def test_a_writer_that_stalls_is_ended_and_its_save_fails(tmp_path: Path) -> Non
                 handle.result(30)
             assert not os.path.exists(f"/proc/{pid}")
         assert ckpt.steps() == [0]
+
+
+def test_a_storage_that_hangs_does_not_hold_up_the_word_that_a_save_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator looks whether a writer that is gone had published, and that may hang, too."""
+    answers = threading.Event()
+    looked = threading.Event()
+
+    def hang(*_: Any) -> None:
+        looked.set()
+        answers.wait(60)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(monitor, "read_manifest", hang)
+    monkeypatch.setattr(monitor, "LOOK_TIMEOUT_S", 0.2)
+    try:
+        with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
+            handle = kill_while_saving(ckpt, 1)
+            with pytest.raises(ck.SaveFailedError, match="SIGKILL"):
+                handle.result(30)
+            assert looked.is_set()
+            assert not answers.is_set()
+            assert ckpt.save(2, state_at(2)).step == 2
+    finally:
+        answers.set()
 
 
 # --- the end -------------------------------------------------------------------------------------
