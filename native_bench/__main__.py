@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     show.set_defaults(do=_report)
 
-    watch = commands.add_parser("guard", help="fail if the engine fell more than 25 %% behind the limit")
+    watch = commands.add_parser("guard", help="fail if the engine is farther behind the limit than it was")
     watch.add_argument(
         "--from",
         dest="results",
@@ -148,6 +148,7 @@ def _before(given: argparse.Namespace, plan: Plan, parts: Sequence[str], path: P
             measured.seconds = earlier.seconds
         else:
             measured = earlier
+            measured.added = [name for name in more.PARTS if name in {*earlier.added, *parts}]
         measured.cut_short = earlier.cut_short if left else None
         measured.interrupted = earlier.interrupted and bool(left)
         measured.unfinished = names + left

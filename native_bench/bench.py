@@ -20,7 +20,7 @@ from native_bench.nursery import Nursery
 from native_bench.pace import enough
 from native_bench.peers.base import files_below
 from native_bench.plan import Plan
-from native_bench.results import NATIVE, CaseResult, Results, System
+from native_bench.results import NATIVE, CaseResult, Results, System, now
 from native_bench.room import Memory, check_space, memory_of, that_fit
 from native_bench.team import Missing, Team, TeamError
 from native_bench.worker import Order
@@ -50,6 +50,7 @@ class Bench:
             nbytes=sum(layout.nbytes for layout in layouts),
             tensors=sum(len(layout.tensors) for layout in layouts),
             directory=str(plan.directory if case.place == "disk" else directory.parent),
+            started=now(),
             file_system=mount_of(directory.resolve()).file_system,
         )
         self.results = results

@@ -29,7 +29,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     of one rank's tensors, about. count: how many tensors a rank has. place: `"disk"` (the directory given) or
     `"tmpfs"`.
     apart: systems that do not take part, and why; the report says so. named: systems that targets are about,
-    measured in all rounds. at_most: rounds of those that no target is about.
+    by name or as the fastest peers, measured in all rounds. at_most: rounds of those that no target is about.
     """
 
     name: str
@@ -62,7 +62,7 @@ FULL = (
         kind="model",
         nbytes=2 * GIB,
         count=117,
-        named=("dcp-1", "dcp-2", "dcp-async-stager", "nvrx"),
+        named=("dcp-1", "dcp-2", "dcp-async-stager", "nvrx", "nvrx-writer", "safetensors"),
         at_most={"engine-zstd": 3, "engine-auto": 3},  # ten seconds each
     ),
     Case(
@@ -80,7 +80,7 @@ FULL = (
             ),
             **_apart("no tensor has moments of its shape, as a model with AdamW has", "engine-overlap"),
         },
-        named=("dcp-1", "dcp-2"),
+        named=("dcp-1", "dcp-2", "flashpack", "flashpack-parallel"),
     ),
     Case(
         name="two-ranks",
@@ -90,7 +90,7 @@ FULL = (
         count=117,
         world_size=2,
         apart={**_CODECS, **_UNVERIFIED},
-        named=("dcp-async-stager",),
+        named=("dcp-2", "dcp-async-stager", "safetensors"),
     ),
     Case(
         name="tmpfs",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from native_bench.reached import limit_of, memcpy_of
 from native_bench.results import CaseResult, Results
-from native_bench.targets import limit_of, memcpy_of
 
 FIGURES = (
     ("save_s", "save to durable"),
@@ -54,7 +54,7 @@ def _draw(case: CaseResult, path: Path) -> bool:
         axis.set_title(f"{title} (s)")
         limit = memcpy_of(case) if figure == "restore_hot_s" else limit_of(case, figure)
         if limit is not None:
-            axis.axvline(limit[1], color="#d62728", linewidth=1, linestyle="--")
+            axis.axvline(limit.seconds, color="#d62728", linewidth=1, linestyle="--")
     made.suptitle(f"{case.case.title}; dashed: the limit")
     made.tight_layout()
     made.savefig(path, metadata={"Date": None})

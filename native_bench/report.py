@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from native_bench import method
 from native_bench.cases import FULL, GIB
 from native_bench.explained import anchor
+from native_bench.reached import Reached, limit_of, memcpy_of
 from native_bench.results import CaseResult, Results, System, quartiles
 from native_bench.sections import Section
 from native_bench.targets import (
     SAVE_OVERHEADS,
     Target,
-    limit_of,
-    memcpy_of,
     overhead_s,
     summary,
     targets,
@@ -50,7 +50,7 @@ def render(
     for case in sorted(results.cases, key=lambda case: [*names, case.case.name].index(case.case.name)):
         parts.append(_case(results, case, images or {}))
     parts += [_section(results, section) for section in sections]
-    parts.append(_how(results))
+    parts.append(method.chapter(results))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -77,18 +77,36 @@ def _head(results: Results, sections: Sequence[Section]) -> str:
     kind = "small sizes: a check of correctness, no measurement" if results.mode == "quick" else "full sizes"
     lines = ["## The machine", "", f"Run of {results.started[:10]}, {minutes:.0f} minutes, {kind}."]
     lines += ["", f"Begun at {results.started}."]
+    lines += ["", _of_which_runs(results, sections)]
     if not results.whole:
         left = ", ".join(f"`{name}`" for name in results.unfinished)
         lines += [
             "",
-            f"**This run was cut short: {_cell(results.cut_short or 'it was ended')}.** What stands below is "
-            f"what there was by then{f'; not, or not wholly, measured: {left}' if left else ''}.",
+            f"**This run was cut short: {method.cell(results.cut_short or 'it was ended')}.** What stands "
+            f"below is what there was by then{f'; not, or not wholly, measured: {left}' if left else ''}.",
         ]
     lines += ["", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in _machine_rows(machine, results.versions)]
     for warning in machine.get("warnings", ()):
         lines += ["", f"- **Warning:** {warning}."]
     return "\n".join(lines)
+
+
+def _of_which_runs(results: Results, sections: Sequence[Section]) -> str:
+    """Cases and parts that a run has found there, or that were measured after it, say so."""
+    others = [
+        f"`{case.case.name}` ({case.started})"
+        for case in results.cases
+        if case.started and case.started < results.started
+    ]
+    others += [
+        f"`{section.name}` ({section.started})"
+        for section in sections
+        if section.name in results.added or (section.started and section.started < results.started)
+    ]
+    if not others:
+        return "All that stands below was measured in this run."
+    return f"Not in this run, but in one of its own, begun at the time in brackets: {', '.join(others)}."
 
 
 def _machine_rows(machine: Mapping[str, Any], versions: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -127,7 +145,8 @@ def _target_table(rows: Sequence[tuple[Target, str | None]], explained: str | No
         "",
         f"{summary(found)}. Ratios are of medians; above 1 × the engine is the faster one. Where a target "
         "that is short asks for more than the machine's own limit in the same run, the last column says "
-        "what the limit is; beside a stall, what a copy with non-temporal stores takes; beside the fastest "
+        "what the limit is, and which; beside a limit, how near the engine comes to the other one; beside a "
+        "stall, what a copy with non-temporal stores takes; beside the fastest "
         "peer, which peers were not measured and could have been it. *short* leads to what is known of the "
         "cause.",
         "",
@@ -135,8 +154,8 @@ def _target_table(rows: Sequence[tuple[Target, str | None]], explained: str | No
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {target.figure} | {_cell(target.measured)} | {target.target} | {word(target, chapter)} "
-        f"| {_cell(target.note)} |"
+        f"| {target.figure} | {method.cell(target.measured)} | {target.target} | {word(target, chapter)} "
+        f"| {method.cell(target.note)} |"
         for target, chapter in rows
     ]
     return "\n".join(lines)
@@ -147,6 +166,8 @@ def _section(results: Results, section: Section) -> str:
     lines = [f"## {section.title}"]
     if section.started and section.started < results.started:
         lines += ["", f"Measured at {section.started}, before this run began."]
+    elif section.name in results.added:
+        lines += ["", f"Measured at {section.started}, in a run of its own after this one."]
     elif day != results.started[:10]:
         lines += ["", f"Measured on {day}."]
     for text in section.text:
@@ -154,7 +175,7 @@ def _section(results: Results, section: Section) -> str:
     for table in section.tables:
         lines += ["", _table(table.head, table.rows)]
     if section.error:
-        lines += ["", f"Failed: {_cell(section.error)}"]
+        lines += ["", f"Failed: {method.cell(section.error)}"]
     return "\n".join(lines)
 
 
@@ -180,10 +201,15 @@ def _case(results: Results, case: CaseResult, images: Mapping[str, str]) -> str:
         if (load := system.median("restore_cold_load_s")) is not None
     ]
     remarks += [
-        f"{system.title} failed: {_cell(system.error)[:FAILED_NOTE_CHARS]}"
+        f"{system.title} failed: {method.cell(system.error)[:FAILED_NOTE_CHARS]}"
         for system in case.systems
         if system.error
     ]
+    if case.case.place == "tmpfs":
+        remarks.append(
+            "No limit of a save stands here: there is no device, and the native program, which is made for "
+            "one, takes longer than the systems do."
+        )
     remarks += _left_out(case)
     remarks += [f"{note[0].upper()}{note[1:]}." for note in case.notes]
     if case.case.name in results.unfinished:
@@ -200,7 +226,7 @@ def _left_out(case: CaseResult) -> list[str]:
     for name, reason in {**case.skipped, **unmeasured(case)}.items():
         if name not in told:
             reasons.setdefault(reason, []).append(f"`{name}`")
-    return [f"Not measured: {', '.join(names)}: {_cell(reason)}." for reason, names in reasons.items()]
+    return [f"Not measured: {', '.join(names)}: {method.cell(reason)}." for reason, names in reasons.items()]
 
 
 def _save_table(case: CaseResult) -> str:
@@ -218,16 +244,16 @@ def _save_table(case: CaseResult) -> str:
             [
                 system.title,
                 shown_stall,
-                "–" if stall is None else _times(stall, copy and copy[1]),
+                "–" if stall is None else _times(stall, copy and copy.seconds),
                 _seconds(system, "save_s") + ("" if system.fsyncs else " †"),
                 _rate(case, save),
-                _share(save, limit and limit[1]),
+                _share(save, limit and limit.seconds),
                 _beside(case, system, "save_s"),
                 str(system.rounds("save_s")),
             ]
         )
     head = ["", "stall s", "× memcpy", "to durable s", "GiB/s", "of the limit", "engine is", "n"]
-    return "**Save**\n\n" + _table(head, rows)
+    return f"**Save**{_named(limit)}\n\n" + _table(head, rows)
 
 
 def _restore_table(case: CaseResult) -> str:
@@ -244,13 +270,13 @@ def _restore_table(case: CaseResult) -> str:
             row += [
                 _seconds(system, "restore_cold_s"),
                 _rate(case, cold_s),
-                _share(cold_s, cold_limit and cold_limit[1]),
+                _share(cold_s, cold_limit and cold_limit.seconds),
                 _beside(case, system, "restore_cold_s"),
             ]
         row += [
             _seconds(system, "restore_hot_s"),
             _rate(case, hot_s),
-            _share(hot_s, copy and copy[1]),
+            _share(hot_s, copy and copy.seconds),
             _beside(case, system, "restore_hot_s"),
             str(max(system.rounds("restore_cold_s"), system.rounds("restore_hot_s"))),
         ]
@@ -259,7 +285,11 @@ def _restore_table(case: CaseResult) -> str:
     if cold:
         head += ["cold s", "GiB/s", "of the limit", "engine is"]
     head += ["hot s", "GiB/s", "of memcpy", "engine is", "n"]
-    return "**Restore**\n\n" + _table(head, rows)
+    return f"**Restore**{_named(cold_limit)}\n\n" + _table(head, rows)
+
+
+def _named(limit: Reached | None) -> str:
+    return "" if limit is None else f" (the limit: {limit.label}, {_number(limit.seconds)} s)"
 
 
 def _overheads(small: CaseResult, large: CaseResult | None) -> list[str]:
@@ -284,44 +314,6 @@ def _overheads(small: CaseResult, large: CaseResult | None) -> list[str]:
         "bytes of the large "
         f"case, by the number of tensors): {', '.join(found)}.",
     ]
-
-
-def _how(results: Results) -> str:
-    if not results.cases:
-        return ""
-    lines = [
-        "## How it was measured",
-        "",
-        "Every system runs in a process of its own per rank, on the same memory; in each round each of them "
-        "saves, restores with the page cache dropped, restores with it filled, and has every byte compared; "
-        "the order rotates. The state is looked at before each save, as by a training step, the target "
-        "overwritten before each restore, and loaders that return tensors of their own have theirs copied "
-        "into it, since that is where a training process needs them. Of two ranks the slower one counts. "
-        "Figures are medians, with the middle half of the samples in brackets; the first save and restore of "
-        "each process are not counted. The farther a system is behind, the fewer rounds it has, unless a "
-        "target is about it.",
-        "",
-        "- † does not fsync by itself: its files are fsynced afterwards, and that is in the figure.",
-        "- *aliases*: when the call returns the snapshot is not a copy; what training changes "
-        "afterwards can get into "
-        "the file, or is paid for later by copy-on-write.",
-        "- *of the limit*: the native programs' direct write of as many bytes, and their direct "
-        "read of the engine's "
-        "own files; where those are missing, what Python threads reach without a format (raw). The native "
-        "read goes into memory of 4 KiB pages, as a target has them; the engine reads by way of huge-page "
-        "buffers, which some virtual disks like better, and can be faster than that limit there.",
-        "- *engine is*: how many times as fast the engine is, its `async_save` in case of a save.",
-        "",
-        "| system | calls |",
-        "|---|---|",
-    ]
-    seen: dict[str, System] = {}
-    for case in results.cases:
-        for system in case.systems:
-            if system.how:
-                seen.setdefault(system.name, system)
-    lines += [f"| {system.title} | {_cell(system.how)} |" for system in seen.values()]
-    return "\n".join(lines)
 
 
 def _ordered(case: CaseResult, figure: str) -> list[System]:
@@ -373,7 +365,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     align: Callable[[int], str] = lambda i: "---" if i == 0 else "---:"  # noqa: E731
     lines = [head, [align(i) for i in range(len(head))], *rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())

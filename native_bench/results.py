@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
@@ -53,13 +54,14 @@ class System(msgspec.Struct, kw_only=True):
 
 
 class CaseResult(msgspec.Struct, kw_only=True):
-    """nbytes, tensors: of all ranks together. skipped: system → why it was not measured."""
+    """nbytes, tensors: of all ranks together. skipped: system → why it was not measured. started: in UTC."""
 
     case: Case
     nbytes: int
     tensors: int
     directory: str
     file_system: str
+    started: str = ""
     systems: list[System] = []
     skipped: dict[str, str] = {}
     notes: list[str] = []
@@ -75,6 +77,7 @@ class CaseResult(msgspec.Struct, kw_only=True):
 class Results(msgspec.Struct, kw_only=True):
     """A whole run. machine: `native_bench.condition`'s words. mode: `"full"` or `"quick"`.
 
+    added: parts that were measured later, by a run of their own.
     unfinished: cases and parts that were to be measured, and were not or not wholly. cut_short: why.
     interrupted: by a signal.
     """
@@ -86,6 +89,7 @@ class Results(msgspec.Struct, kw_only=True):
     machine: dict[str, Any] = {}
     versions: dict[str, str] = {}
     cases: list[CaseResult] = []
+    added: list[str] = []
     unfinished: list[str] = []
     cut_short: str | None = None
     interrupted: bool = False
@@ -105,6 +109,11 @@ class Results(msgspec.Struct, kw_only=True):
             for system in result.systems
             if system.error
         ]
+
+
+def now() -> str:
+    """In UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

@@ -6,7 +6,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from native_bench.ground import work_directory
 from native_bench.native import Limits, Tuned
 from native_bench.nursery import Nursery
 from native_bench.plan import Plan
-from native_bench.results import Results
+from native_bench.results import Results, now
 
 VERSIONS = (
     "torch",
@@ -86,7 +85,7 @@ def describe(results: Results, directory: Path) -> None:
 
 
 def new_results(mode: str) -> Results:
-    return Results(mode=mode, started=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    return Results(mode=mode, started=now())
 
 
 def steps(plan: Plan) -> int:

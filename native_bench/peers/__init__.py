@@ -29,6 +29,7 @@ SYSTEMS: dict[str, str] = {
     "fastsafetensors": "fastsafetensors_:FastSafetensors",
     "runai": "runai:RunaiStreamer",
     "flashpack": "flashpack_:FlashPack",
+    "flashpack-parallel": "flashpack_:FlashPackParallel",
     "orbax": "orbax_:Orbax",
 }
 """By name: module below this package, and class. The order is that of the first round."""

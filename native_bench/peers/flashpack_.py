@@ -1,8 +1,10 @@
-"""flashpack: one file per rank."""
+"""flashpack: one file per rank, read in both of the ways that it has on a CPU."""
 
 from __future__ import annotations
 
-from native_bench.peers.base import Sync, Tensors, Traits, not_importable
+import os
+
+from native_bench.peers.base import Place, Sync, Tensors, Traits, not_importable
 
 
 class FlashPack(Sync):
@@ -33,3 +35,20 @@ class FlashPack(Sync):
             wanted.copy_(tensor.view(wanted.shape))
         if left:
             raise ValueError(f"{len(left)} tensors did not come, among them {next(iter(left))}")
+
+
+class FlashPackParallel(FlashPack):
+    traits = Traits(
+        name="flashpack-parallel",
+        title="flashpack, parallel reads",
+        how=(
+            "the same with `FLASHPACK_CPU_PARALLEL_READ=1`: its threads read into memory of its own, past "
+            "the page cache where that has nothing"
+        ),
+        fsyncs=True,
+        saves_like="flashpack",
+    )
+
+    def open(self, place: Place) -> None:
+        super().open(place)
+        os.environ["FLASHPACK_CPU_PARALLEL_READ"] = "1"
