@@ -18,13 +18,18 @@ from collections.abc import Callable
 
 PARENT_POLL_S = 0.2
 LAST_WORD_S = 5.0
+OOM_SCORE_ADJ = 1000
+"""Where memory runs out, the kernel ends the writer before any other process of the job: a save fails, and
+the training, which would be ended for its size, goes on."""
 
 last_word: Callable[[], None] | None = None
 """Called once when the trainer is gone, with `LAST_WORD_S` to say so to the other ranks."""
 
 
 def bind(trainer: int) -> None:
-    """End this process when its parent, process `trainer`, has ended."""
+    """End this process when its parent, process `trainer`, has ended, and before it when memory runs out."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(str(OOM_SCORE_ADJ))
     threading.Thread(target=_watch, args=(trainer,), name="ckpt-lifeline", daemon=True).start()
 
 
