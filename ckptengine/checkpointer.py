@@ -117,10 +117,10 @@ class Checkpointer:
         `handle.staged()`: they wait for the copy. Any other change that is found fails the save.
 
         Raises `UnsupportedStateError` naming the key of a value that cannot be stored (nothing is written,
-        and the save fails on all ranks); `SaveFailedError` if memory has no room for a snapshot, and
-        `CommitTimeoutError` if none became free in time (with "overlap" both are the handle's); `ValueError`
-        or `TypeError` for a step that is none; and the error of an earlier save that failed without anybody
-        having asked its handle (`Config.on_error`).
+        and the save fails on all ranks); `SaveFailedError` if memory has no room for a snapshot and what the
+        writer process takes, and `CommitTimeoutError` if none became free in time (with "overlap" both are
+        the handle's); `ValueError` or `TypeError` for a step that is none; and the error of an earlier save
+        that failed without anybody having asked its handle (`Config.on_error`).
         """
         self._check_open()
         finish_streams()

@@ -44,6 +44,7 @@ from ckptengine.write.messages import (
     outcome_key,
     ready_key,
 )
+from ckptengine.write.reserve import check_room, needed_nbytes
 from ckptengine.write.save import report_failure, step_path
 
 logger = logging.getLogger(__name__)
@@ -114,10 +115,11 @@ class Monitor:
 
     def start_writer(self) -> None:
         """Start the writer process if there is none; costs a few milliseconds, its imports run beside the
-        training."""
+        training. `SaveFailedError` if it cannot be started, or there is no memory for it."""
         with self._starting:
             if self._writer is not None:
                 return
+            check_room(needed_nbytes(self._run.config, None), self._run.rank)
             try:
                 writer = WriterProcess(self._run.rank, worker.run, worker.warm_up)
                 writer.start()
@@ -129,6 +131,13 @@ class Monitor:
                     hint=HINTS[error.errno or 0] if files else "raise the limit on processes or on memory",
                 ) from error
             self._writer = writer
+
+    def needed_nbytes(self) -> int:
+        """Memory that the next save's writer process will yet take (see `ckptengine.write.reserve`)."""
+        writer = self._writer
+        if writer is None or writer.exitcode is not None:
+            return needed_nbytes(self._run.config, None)
+        return needed_nbytes(self._run.config, writer.pid, warm=writer.warm)
 
     @property
     def writer_pid(self) -> int | None:
@@ -239,6 +248,8 @@ class Monitor:
         task = msgspec.structs.replace(pending.task, may_retry=retries_left > 0)
         try:
             self._submit(task)
+        except SaveFailedError as error:
+            return self._give_up(task, error)
         except Exception as cause:
             return self._give_up(
                 task, SaveFailedError(f"step {task.step}: no writer process: {cause}", rank=task.rank)
@@ -265,10 +276,14 @@ class Monitor:
 
     def _submit(self, task: WriteTask) -> None:
         if self._abort is not None:
-            raise SaveFailedError(self._abort)
+            raise SaveFailedError(f"step {task.step}: {self._abort}", rank=task.rank)
         if self._writer is not None and self._writer.exitcode is not None:
             self._drop_writer()
-        self.start_writer()
+        if self._writer is None:
+            self.start_writer()
+        else:
+            # The training may have taken memory since the arena was made.
+            check_room(self.needed_nbytes(), self._run.rank)
         assert self._writer is not None
         self._writer.async_save(msgspec.msgpack.encode(task))
 

@@ -44,7 +44,9 @@ class Saver:
         self._run = run
         self._process_group = process_group
         config = run.config
-        self._pool = ArenaPool(config.max_arenas, config.arena_budget_nbytes)
+        self._pool = ArenaPool(
+            config.max_arenas, config.arena_budget_nbytes, lambda: self._monitor.needed_nbytes()
+        )
         self._monitor = Monitor(run, store, self._pool, transport)
         self._saves = 0
         self._handles: list[SaveHandle] = []

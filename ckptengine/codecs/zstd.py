@@ -80,6 +80,12 @@ def copy(source: bytes, out: memoryview) -> None:
     ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(out)), source, len(source))
 
 
+def context_nbytes(level: int, nbytes: int) -> int:
+    """What a thread's context for that level takes, for blocks of `nbytes` bytes."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(level, source_size=nbytes)
+    return parameters.estimated_compression_context_size()
+
+
 def _compressor(level: int | None) -> zstandard.ZstdCompressor:
     if level is not None:
         return zstandard.ZstdCompressor(level=level)

@@ -61,8 +61,9 @@ class Arena:
     its first `STATUS_NBYTES`, `payload` the rest, from `payload_address` on.
 
     try_huge: False where it is not kept for long: huge pages may take a fifth of a second to come by, or not
-    to. prefault: False where pages may come later, when they are written to. `huge` tells whether nearly all
-    of it is in huge pages: physically contiguous, as devices like it.
+    to. prefault: False where pages may come later, when they are written to. held_back: bytes that must stay
+    available beside it, for the writer process; `SaveFailedError` if they would not. `huge` tells whether
+    nearly all of it is in huge pages: physically contiguous, as devices like it.
 
     `close()` gives up the descriptor and this object's mapping. Memory that is still looked at, through a
     memoryview or a tensor made from one, stays mapped until the last of them is gone: unmapping it would
@@ -72,15 +73,18 @@ class Arena:
 
     __slots__ = ("_mark", "_memory", "_status", "address", "before_close", "capacity", "fd", "huge")
 
-    def __init__(self, capacity: int, *, try_huge: bool = True, prefault: bool = True) -> None:
+    def __init__(
+        self, capacity: int, *, try_huge: bool = True, prefault: bool = True, held_back: int = 0
+    ) -> None:
         if capacity < 0:
             raise ValueError(f"an arena's capacity must not be negative, not {capacity}")
         capacity = round_up(capacity, GRAIN)
         nbytes = STATUS_NBYTES + capacity
         available = available_memory()
-        if available is not None and nbytes > available:
+        if available is not None and nbytes + held_back > available:
+            beside = f", and its writer process needs {held_back}" if held_back else ""
             raise SaveFailedError(
-                f"no memory for a snapshot of {capacity} bytes: {available} are available", hint=_HINT
+                f"no memory for a snapshot of {capacity} bytes: {available} are available{beside}", hint=_HINT
             )
         fd = -1
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from ckptengine.errors import CommitTimeoutError, SaveFailedError
 from ckptengine.format.limits import round_up
@@ -22,13 +23,20 @@ class ArenaPool:
     """Arenas kept for reuse, bounded in number and bytes. Thread-safe.
 
     max_arenas: at most so many at once. budget_nbytes: bound on the bytes of all of them, None for none.
+    held_back: asked, whenever one is to be made, how many bytes must stay available beside it.
     """
 
-    def __init__(self, max_arenas: int = 2, budget_nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        max_arenas: int = 2,
+        budget_nbytes: int | None = None,
+        held_back: Callable[[], int] = lambda: 0,
+    ) -> None:
         if max_arenas < 1:
             raise ValueError(f"max_arenas must be at least 1, not {max_arenas}")
         self._max_arenas = max_arenas
         self._budget = budget_nbytes
+        self._held_back = held_back
         self._changed = threading.Condition()
         self._free: list[Arena] = []
         self._busy: list[Arena] = []
@@ -135,6 +143,7 @@ class ArenaPool:
             or (self._budget is not None and self._held() + need > self._budget)
         ):
             self._free.pop().close()
+        need += self._held_back()
         available = available_memory()
         if available is None:
             return True
@@ -149,7 +158,7 @@ class ArenaPool:
         self._changed.release()
         arena = None
         try:
-            arena = Arena(nbytes)
+            arena = Arena(nbytes, held_back=self._held_back())
         finally:
             self._changed.acquire()
             self._making.remove(need)

@@ -20,9 +20,12 @@ def available_memory() -> int | None:
     give back memory meanwhile.
     """
     memory = meminfo()
-    left = [memory["MemAvailable"] + memory.get("SwapFree", 0)] if "MemAvailable" in memory else []
-    left += (one for group in cgroups("memory") if (one := _left_in(group)) is not None)
-    return min(left, default=None)
+    least = memory["MemAvailable"] + memory.get("SwapFree", 0) if "MemAvailable" in memory else None
+    for group in cgroups("memory"):
+        left = _left_in(group, least)
+        if left is not None and (least is None or left < least):
+            least = left
+    return least
 
 
 def meminfo() -> dict[str, int]:
@@ -48,14 +51,19 @@ def cgroups(controller: str) -> list[Path]:
     return found
 
 
-def _left_in(group: Path) -> int | None:
+def _left_in(group: Path, least: int | None) -> int | None:
+    """None if it has no limit, or leaves no less than `least` whatever it has in the page cache: to ask for
+    that takes the kernel longer than all else here."""
     for limit_name, usage_name in (
         ("memory.max", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
     ):
         limit, usage = _text(group / limit_name), _text(group / usage_name)
         if limit and usage and limit.isdecimal():  # or "max"
-            return max(0, int(limit) - int(usage) + _page_cache(group))
+            left = int(limit) - int(usage)
+            if least is not None and left >= least:
+                return None
+            return max(0, left + _page_cache(group))
     return None
 
 

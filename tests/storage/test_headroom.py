@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import textwrap
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ckptengine.storage import headroom
-from ckptengine.storage.headroom import CGROUPS, available_memory, cgroups
+from ckptengine.storage.headroom import available_memory
+from tests.helpers.memory_groups import memory_group
 
 MIB = 1 << 20
 
@@ -72,29 +70,6 @@ def test_version_1_groups_limit_too(kernel: Path) -> None:
     write(group / "memory.usage_in_bytes", f"{50 * MIB}\n")
     write(group / "memory.stat", f"cache 0\nshmem 0\ntotal_cache {9 * MIB}\ntotal_shmem {4 * MIB}\n")
     assert available_memory() == 15 * MIB
-
-
-@contextlib.contextmanager
-def memory_group(limit: int) -> Iterator[Path]:
-    """A real cgroup below this process's own."""
-    for parent in cgroups("memory"):
-        group = parent / f"ckptengine-test-{uuid.uuid4().hex[:8]}"
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            try:
-                group.mkdir()
-            except OSError:
-                continue
-            try:
-                (group / name).write_text(str(limit))
-            except OSError:
-                group.rmdir()
-                continue
-            try:
-                yield group
-            finally:
-                group.rmdir()
-            return
-    pytest.skip(f"no memory cgroup can be made below {CGROUPS}")
 
 
 def test_a_snapshot_beyond_the_limit_of_the_job_is_refused_and_nobody_is_killed() -> None:
