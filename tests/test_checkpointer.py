@@ -487,6 +487,17 @@ def test_a_save_that_compresses_where_it_pays_restores_whatever_it_chose(tmp_pat
     assert ck.verify(tmp_path).ok
 
 
+def test_noise_that_ends_beyond_a_block_can_be_saved_again_and_again(tmp_path: Path) -> None:
+    """Nothing of it shrinks, but its last block is 100 bytes and what fills their page."""
+    sizes = {"w": 8 << 20, "rng": 100}
+    state = {name: torch.randint(0, 256, (n,), dtype=torch.uint8) for name, n in sizes.items()}
+    with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=1 << 17, codec="auto")) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state)
+            with ck.open_checkpoint(step_path(tmp_path, step)) as c:
+                assert same(c.load(), state)
+
+
 @pytest.mark.parametrize("codec", ["raw", "zstd", "auto"])
 def test_an_empty_state_can_be_saved(tmp_path: Path, codec: Any) -> None:
     with ck.Checkpointer(tmp_path, config=ck.Config(block_nbytes=4096, codec=codec)) as ckpt:

@@ -43,7 +43,9 @@ WORTH_THE_WAIT = 2
 """`auto` compresses nothing unless the device gains this many times what it loses at the beginning, when it
 waits for the first compressed blocks."""
 MEASURABLE_NBYTES = 1 << 20
-"""Fewer bytes say more about latency than about rate."""
+"""Fewer bytes say more about latency than about rate..."""
+MEASURABLE_S = 1e-3
+"""...and so does less work for the codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class History:
         there_are = float(available_cores())
         self.compressed = wall_s > 0
         if wall_s > 0:
+            if expected_s < MEASURABLE_S:
+                return
             got = min(threads * expected_s / wall_s, there_are)
             self.cores = got if self.cores is None else (self.cores + got) / 2
         elif self.cores is not None:
@@ -124,7 +128,7 @@ def choose(
     """Each block's method: the one that is through first on a device of so many bytes per second; `device`
     None: the one that leaves the fewest bytes."""
     parts = shares(groups, blocks)
-    return "".join(choice.method for choice in _choices(blocks, parts, groups, estimates, device, cores))
+    return "".join(choice.method for choice in _choices(parts, groups, estimates, device, cores))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,6 @@ class _Choice:
 
 
 def _choices(
-    blocks: BlockTable,
     parts: Sequence[dict[int, int]],
     groups: Sequence[Group],
     estimates: Sequence[dict[str, Estimate]],
@@ -146,12 +149,12 @@ def _choices(
     cores: float,
 ) -> list[_Choice]:
     choices = []
-    for i, members in enumerate(parts):
-        start, stop = blocks.span(i)
-        whole = stop - start
+    for members in parts:
+        # Without what fills the last page: next to a few bytes that do not shrink, it would look like a gain.
+        whole = sum(members.values())
         worth = WORTH if device is None else WORTH_AUTO
         best = _Choice(AS_IT_IS, 1.0, 0.0)
-        for candidate in _candidates(members, groups):
+        for candidate in _candidates(members, groups) if whole else ():
             left = seconds = 0.0
             for index, nbytes in members.items():
                 known = estimates[index]
@@ -310,7 +313,7 @@ class Chooser:
         if self._auto and device is None:
             choices = [_Choice(AS_IT_IS, 1.0, 0.0)] * self._blocks.count
         else:
-            choices = _choices(self._blocks, self._parts, self._groups, estimates, device, cores)
+            choices = _choices(self._parts, self._groups, estimates, device, cores)
         waiting = gained = 0.0
         if device is not None:
             waiting, gained = self._waiting_s(choices, device, cores), self._gained_s(choices, device)

@@ -54,6 +54,13 @@ def test_nothing_is_compressed_that_the_device_takes_sooner(device: float, cores
     assert one_block(WEIGHTS, device=device, cores=cores) == method
 
 
+@pytest.mark.parametrize("device", [None, 100 * MIB])
+def test_what_fills_the_last_page_is_no_gain(device: float | None) -> None:
+    """Blocks of noise, of a hundred bytes of it, and of nothing but filling."""
+    groups = [Group("", 1, ((0, 4196),))]
+    assert choose(BlockTable(12288, 4096), groups, [NOISE], device=device) == AS_IT_IS * 3
+
+
 def test_each_group_is_judged_by_itself() -> None:
     groups = [Group("", 2, ((0, 8192),)), Group("", 1, ((8192, 16384),)), Group("", 1, ((16384, 24576),))]
     table = BlockTable(24576, 4096)
@@ -139,6 +146,9 @@ def test_cores_that_the_codec_did_not_get_are_not_counted_on(monkeypatch: pytest
     history.packed(1.0, 4.0, 4)
     assert history.cores == 1.0
     history.packed(9.0, 9.0, 16)  # no more than there are
+    assert history.cores == 4.5
+    for expected_s in (0.0, 1e-9):  # next to no work tells nothing of them
+        history.packed(expected_s, 1e-3, 4)
     assert history.cores == 4.5
     for _ in range(100):
         history.packed(0.0, 0.0, 4)
