@@ -125,14 +125,14 @@ slow = [pytest.mark.slow, pytest.mark.sample]
 def test_a_writer_that_stops_there_is_ended_and_the_next_save_works(
     tmp_path: Path, place: str, doing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ck.Config(stall_timeout_s=2.0, commit_timeout_s=600.0)
+    config = ck.Config(stall_timeout_s=3.0, commit_timeout_s=600.0)
     state = {"weight": torch.arange(9.0)}
     with ck.Checkpointer(tmp_path, config=config) as ckpt:
         with monkeypatch.context() as patch:
             patch.setattr(worker, "run", writer_functions.stop_at)
             patch.setenv(writer_functions.STOP_AT, place)
             handle = ckpt.async_save(1, state)
-        with pytest.raises(ck.CommitTimeoutError, match=f"no progress for 2 s while {doing}"):
+        with pytest.raises(ck.CommitTimeoutError, match=f"no progress for 3 s while {doing}"):
             handle.result(60)
         assert (handle.times.durable > 0) == (doing == "making the commit")
         assert ckpt.steps() == []

@@ -137,13 +137,13 @@ def test_a_writer_that_hangs_while_it_waits_for_another_rank_is_ended_and_named(
 
 
 @both_ranks
-@config(stall_timeout_s=2.0)
+@config(stall_timeout_s=3.0)
 def test_a_writer_that_waits_for_a_slow_rank_is_not_taken_for_one_that_hangs(
     opened: Ranks, root: str, rank: int
 ) -> None:
     pids = opened.call(trap_cases.writer_pid)
     opened.call(trap_cases.begin, 2, ranks=[rank])
-    time.sleep(5)
+    time.sleep(7)
     opened.call(trap_cases.begin, 2, ranks=[1 - rank])
     assert [info.step for info in opened.call(trap_cases.finish, 2)] == [2, 2]
     assert opened.call(trap_cases.writer_pid) == pids
