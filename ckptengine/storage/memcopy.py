@@ -19,9 +19,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from ckptengine.storage import streaming
 from ckptengine.storage.streaming import Copy, Helper
@@ -71,20 +71,19 @@ def copy_all(
     another's target. `go_on` is called now and then, from any thread, and ends the copying by raising.
     Without the helper there is one thread, as only calls that keep Python's lock pay.
     """
-    rows = np.fromiter(moves, np.uint64, len(moves)).reshape(-1, 3)
-    ends = np.cumsum(rows[:, 2], dtype=np.uint64)
-    total = int(ends[-1]) if len(ends) else 0
-    firsts = np.searchsorted(ends, np.arange(0, total, BATCH_NBYTES, dtype=np.uint64), side="right")
-    batches = list(itertools.pairwise([*dict.fromkeys(firsts.tolist()), len(rows)]))
+    rows = array("Q", moves)
+    ends = list(itertools.accumulate(moves[2::3]))
+    borders = (bisect_right(ends, at) for at in range(0, ends[-1] if ends else 0, BATCH_NBYTES))
+    batches = list(itertools.pairwise([*dict.fromkeys(borders), len(ends)]))
 
     def step(batch: tuple[int, int], _: None) -> None:
         go_on()
-        some = rows[batch[0] : batch[1]]
+        first, last = (3 * row for row in batch)
         if helper is not None:
-            helper.copy_all(some.ctypes.data, len(some))
+            helper.copy_all(rows.buffer_info()[0] + first * rows.itemsize, batch[1] - batch[0])
             return
-        for to, source, nbytes in some.tolist():
-            move(to, source, nbytes)
+        for at in range(first, last, 3):
+            move(rows[at], rows[at + 1], rows[at + 2])
 
     in_threads(batches, threads if helper is not None else 1, lambda: None, step)
 
