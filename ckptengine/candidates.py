@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, islice
 
 import msgspec
 
@@ -24,6 +24,9 @@ from ckptengine.step_shards import Assignment
 from ckptengine.storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+_TOLD = 5
+"""Steps that are named where the one that was asked for is none."""
 
 # What damage looks like: the next older commit may be whole. Anything else would fail there too, or is the
 # caller's to fix.
@@ -65,6 +68,8 @@ class Candidates:
                 # Held until the restore ends: retention, in whatever process, leaves the step alone.
                 manifest = self._held.enter_context(held_manifest(self._store, entry.path))
             except (*DAMAGE, CheckpointNotFoundError, NotCommittedError) as error:
+                if self._step is not None and isinstance(error, CheckpointNotFoundError | NotCommittedError):
+                    self._tell_others(error)
                 if self._step is not None or not is_damage(error):
                     raise
                 logger.warning("step %d cannot be used: %s", entry.step, error)
@@ -78,6 +83,18 @@ class Candidates:
             f"no committed checkpoint could be restored ({'; '.join(self._rejected)})",
             path=self._root,
             hint="run `ckpt verify` on each step; training was not restarted from scratch",
+        )
+
+    def _tell_others(self, error: CheckpointError) -> None:
+        """Have the error say which steps there are instead."""
+        try:
+            newest = newest_first(self._store, self._root)
+            steps = [str(entry.step) for entry in islice(newest, _TOLD + 1)]
+        except (*DAMAGE, CheckpointNotFoundError):
+            return
+        few = ", ".join(steps[:_TOLD]) + (", …" if len(steps) > _TOLD else "")
+        error.hint = (
+            f"steps that can be restored, newest first: {few}" if few else "no step was ever committed"
         )
 
     def _find(self) -> Iterator[StepEntry]:

@@ -638,12 +638,26 @@ def test_a_step_that_is_not_there_is_said_to_be(ckpt: ck.Checkpointer) -> None:
     ckpt.save(1, state_at(1))
     write_checkpoint(ckpt.root, 3, ranks=1, commit=False)
     state = target()
-    with pytest.raises(ck.CheckpointNotFoundError):
+    with pytest.raises(ck.CheckpointNotFoundError, match=r"step-0000000002.*newest first: 1$"):
         ckpt.restore(state, step=2)
-    with pytest.raises(ck.NotCommittedError):
+    with pytest.raises(ck.NotCommittedError, match=r"newest first: 1$"):
         ckpt.restore(state, step=3)
     assert same(state, target())
     assert ckpt.restore(state).step == 1
+
+
+def test_of_many_steps_the_newest_are_named_for_one_that_is_not_there(ckpt: ck.Checkpointer) -> None:
+    with pytest.raises(ck.CheckpointNotFoundError) as caught:
+        ckpt.restore(target(), step=8)
+    assert "newest first" not in str(caught.value)
+    write_checkpoint(ckpt.root, 9, ranks=1, commit=False)
+    with pytest.raises(ck.CheckpointNotFoundError, match="no step was ever committed"):
+        ckpt.restore(target(), step=8)
+    for step in (2, 10, 4, 7, 6, 30):
+        ckpt.save(step, state_at(step))
+    for streaming in (False, True):
+        with pytest.raises(ck.CheckpointNotFoundError, match=r"newest first: 30, 10, 7, 6, 4, …$"):
+            ckpt.restore(target(), step=8, streaming=streaming)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_restore(ckpt: ck.Checkpointer) -> None:
