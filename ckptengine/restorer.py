@@ -402,7 +402,7 @@ def _on_all_ranks(
         # The rank itself raises what it caught, with its traceback, unless another rank's failure came first.
         told = (*DAMAGE, StoppedByPeerError)
         if own is not None and error.rank == group.rank and not isinstance(own, told):
-            raise own from None
+            raise own from own.__cause__
         raise error from own
     return result
 

@@ -875,6 +875,55 @@ class Counter:
         self.seen = state["seen"].clone()
 
 
+class Stubborn(Counter):
+    """Does not take its state."""
+
+    def __init__(self, count: int, error: BaseException) -> None:
+        super().__init__(count)
+        self.error = error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("boom"), ck.CorruptCheckpointError("boom"), ck.StateMismatchError("boom")]
+)
+def test_an_object_that_does_not_take_its_state_is_named(
+    ckpt: ck.Checkpointer, error: Exception, streaming: bool
+) -> None:
+    for step in (4, 5):
+        ckpt.save(step, {"x": {"loader": Counter(step)}, "w": torch.ones(2)})
+    state = {"x": {"loader": Stubborn(0, error)}, "w": torch.zeros(2)}
+    with pytest.raises(ck.CheckpointError) as caught:
+        ckpt.restore(state, streaming=streaming)  # what is small is loaded in the call
+    text = str(caught.value)
+    kind = type(error).__name__
+    assert text.startswith(f"the object 'x.loader' could not take its state of step 5: {kind}: boom. ")
+    assert "the restore target is partly written" in text.lower()
+    assert "step-0000000005" in text
+    assert "rank 0" in text
+    assert "restore again" in text
+    assert caught.value.__cause__ is error
+    # It is no damage, which would have step 4 restored.
+    assert not isinstance(caught.value, ck.CorruptCheckpointError)
+    assert isinstance(caught.value, ck.StateMismatchError) == isinstance(error, ck.StateMismatchError)
+    state["x"]["loader"] = Counter(0)
+    assert ckpt.restore(state).step == 5
+    assert state["x"]["loader"].count == 5
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_what_ends_a_process_goes_through_an_object_as_it_is(
+    ckpt: ck.Checkpointer, error: BaseException
+) -> None:
+    ckpt.save(1, {"loader": Counter(1)})
+    with pytest.raises(type(error)) as caught:
+        ckpt.restore({"loader": Stubborn(0, error)})
+    assert caught.value is error
+
+
 def trained() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ckptengine.adapters import objects
+from ckptengine.adapters.origin import Origin
 from ckptengine.adapters.placing import Placement
 
 
@@ -18,7 +19,7 @@ class Load:
     """An object takes its state, once the tensors and the large values that it is made of have been read.
 
     name: of the object in the state. large: leaves of large values. of_module: it is a module's, for which
-    its own parameters and buffers have been filled in place.
+    its own parameters and buffers have been filled in place. origin: for an error.
     """
 
     adapter: objects.Adapter
@@ -26,10 +27,13 @@ class Load:
     name: str
     placements: tuple[Placement, ...]
     large: tuple[int, ...]
+    origin: Origin
     of_module: bool = False
 
     def __call__(self) -> None:
-        self.adapter.load(self.get())
+        """Raises `CheckpointError` for whatever the object raises; so do the others that load."""
+        with self.origin.loading(self.name):
+            self.adapter.load(self.get())
 
     @property
     def nbytes(self) -> int:
@@ -65,18 +69,20 @@ class Load:
     def load_options(self) -> None:
         """What `__call__` does to the parameter groups; `load_state` does the rest."""
         (optimizer,) = self.optimizers
-        for own, stored in zip(optimizer.param_groups, self.get()["param_groups"], strict=True):
-            kept: dict[str, Any] = {key: own[key] for key in ("params", "param_names") if key in own}
-            own.clear()
-            own.update(copy.deepcopy({key: value for key, value in stored.items() if key != "params"}))
-            own.update(kept)
+        with self.origin.loading(self.name):
+            for own, stored in zip(optimizer.param_groups, self.get()["param_groups"], strict=True):
+                kept: dict[str, Any] = {key: own[key] for key in ("params", "param_names") if key in own}
+                own.clear()
+                own.update(copy.deepcopy({key: value for key, value in stored.items() if key != "params"}))
+                own.update(kept)
 
     def load_state(self) -> None:
         """All but the options, which stay as they are: a schedule may have moved on."""
         (optimizer,) = self.optimizers
-        loaded = self.get()
-        groups = [
-            {**{key: value for key, value in own.items() if key != "params"}, "params": stored["params"]}
-            for own, stored in zip(optimizer.param_groups, loaded["param_groups"], strict=True)
-        ]
-        self.adapter.load({**loaded, "param_groups": groups})
+        with self.origin.loading(self.name):
+            loaded = self.get()
+            groups = [
+                {**{key: value for key, value in own.items() if key != "params"}, "params": stored["params"]}
+                for own, stored in zip(optimizer.param_groups, loaded["param_groups"], strict=True)
+            ]
+            self.adapter.load({**loaded, "param_groups": groups})

@@ -21,6 +21,7 @@ from ckptengine.adapters.keypath import joined
 from ckptengine.adapters.kinds import STRUCTURES, article, kind_of, kind_of_target, type_name
 from ckptengine.adapters.leaves import Leaf, empty_for, leaf_indices, misfits
 from ckptengine.adapters.loads import Load
+from ckptengine.adapters.origin import Origin
 from ckptengine.adapters.own_values import OwnValues
 from ckptengine.adapters.placing import Placement, Plan, place, placement_of
 from ckptengine.adapters.tensors import Local, LocalChunk, dtype_name, extract, is_tensor
@@ -59,7 +60,7 @@ class Matcher:
 
     world: where tensors come from, if not each from its leaf alone; `leaves` are then the world's. per_rank:
     is asked for every value that each of the ranks that saved may have had its own of. partial: which part of
-    the target is filled, and from which names.
+    the target is filled, and from which names. origin: for errors after the read.
     """
 
     def __init__(
@@ -74,10 +75,12 @@ class Matcher:
         self._leaves = leaves
         self._world = world
         self._allow_pickle = allow_pickle
+        origin: Origin | None = None,
         self.asked = per_rank
         is_sharded = (lambda leaf: False) if world is None else world.is_sharded
         self._own = OwnValues(leaves, per_rank, partial.stored_name, is_sharded)
         self._wanted = Wanted(partial)
+        self._origin = origin or Origin()
         self._is_choosy = per_rank is not None or not self._wanted.is_all
         self.differences = Differences()
         self.placements: list[Placement] = []
@@ -382,12 +385,13 @@ class Matcher:
         if not self._wanted.takes(path) or self._own.stay(node, path):
             return KEEP
         node = self._wanted.renamed_optimizer(adapter.parameter_names(), node, path)
+                    self._origin,
         first, large = len(self.placements), set(self.large)
         get = self._opened(adapter.state(), node, path, adapter.fresh)
         for problem in adapter.problems(get()):
             self._differs(path, problem)
         needed, values = tuple(self.placements[first:]), tuple(self.large.keys() - large)
-        self.actions.append(Load(adapter, get, _name(path), needed, values))
+        self.actions.append(Load(adapter, get, _name(path), needed, values, self._origin))
         return KEEP
 
     def _opened(

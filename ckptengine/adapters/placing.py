@@ -8,7 +8,7 @@ too; where they do not, all are copied and then each is checked to hold what was
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from ckptengine.adapters.aliases import overlapping
 from ckptengine.adapters.items import extent_nelem
 from ckptengine.adapters.leaves import Leaf, same_strides
+from ckptengine.adapters.origin import Origin
 from ckptengine.adapters.rounds import Destinations, Piece, Round, Then, cut, fit_one_round, rounds
 from ckptengine.adapters.tensors import dtype_name, is_ordinary, plain
 from ckptengine.errors import StateMismatchError
@@ -27,6 +28,9 @@ from ckptengine.read.plan import Destination
 RUN_NBYTES = 16 << 10
 """Shorter rows are read into the buffer all together and copied from there: each row that is read by itself
 costs as much as copying this much."""
+
+
+_SHOWN = 10
 
 
 class Placement(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -84,8 +88,9 @@ class Plan:
     _straight: Destinations = field(default_factory=lambda: defaultdict(list))
     _direct: list[torch.Tensor] = field(default_factory=list)
     _pieces: list[Piece] = field(default_factory=list)
-    # Pieces of tensors that share memory, with others or themselves, and what they are called.
-    _checked: dict[Piece, str] = field(default_factory=dict)
+    # Pieces of tensors that share memory, with others or themselves, and which placement they are of.
+    _checked: dict[Piece, Placement] = field(default_factory=dict)
+    _origin: Origin = field(default_factory=Origin)
 
     def read_into(self, leaf: Leaf, address: int) -> None:
         """Have a leaf's bytes, as they lie in the data section, read to an address."""
@@ -110,7 +115,7 @@ class Plan:
             self._direct.append(tensor)
         self._pieces += pieces
         if checked:
-            self._checked.update(dict.fromkeys(pieces, leaf.name))
+            self._checked.update(dict.fromkeys(pieces, placement))
 
     @property
     def shards(self) -> set[int]:
@@ -141,7 +146,7 @@ class Plan:
         different values. To find out, their pieces are read once more, after all else.
         """
         yield self._straight, self._pieces, lambda piece, source: copy_into(piece.target, source)
-        wrong: dict[str, None] = {}
+        wrong: dict[Placement, None] = {}
 
         def check(piece: Piece, source: torch.Tensor) -> None:
             if not _same_bytes(source.to(piece.target.dtype), piece.target):
@@ -150,11 +155,34 @@ class Plan:
         if self._checked:
             yield {}, list(self._checked), check
         if wrong:
-            raise StateMismatchError(
-                f"{len(wrong)} tensors of the target share memory but are stored with different values: "
-                f"{', '.join([*wrong][:10])}; the target has been written to",
-                mismatched=tuple(wrong),
-            )
+            raise self._shared_by_different(wrong)
+
+    def _shared_by_different(self, wrong: Collection[Placement]) -> StateMismatchError:
+        """wrong: those that do not hold what was stored for them."""
+        everyone = dict.fromkeys(self._checked.values())
+        lines = []
+        for one in wrong:
+            others = [
+                other.leaf.name
+                for other in everyone
+                if other is not one
+                and other.tensor.device == one.tensor.device
+                and other.start < one.stop
+                and one.start < other.stop
+            ]
+            more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+            with_whom = ", ".join(map(repr, others[:_SHOWN])) + more if others else "itself"
+            lines.append(f"{one.leaf.name!r} with {with_whom}")
+        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        return StateMismatchError(
+            "tensors of the target share memory but have different values in the checkpoint"
+            f"{'' if self._origin.step is None else f' of step {self._origin.step}'}: "
+            f"{'; '.join(lines[:_SHOWN])}{more}. The target has been written to",
+            mismatched=tuple(one.leaf.name for one in wrong),
+            path=self._origin.path,
+            rank=self._origin.rank,
+            hint="give each a memory of its own, or leave one of them out with exclude=…, and restore again",
+        )
 
     @property
     def straight(self) -> Destinations:
@@ -218,9 +246,9 @@ def placement_of(
     return Placement(leaf, tensor, start, stop, plain_memory, linear, tensor.is_cpu)
 
 
-def plan(placements: Iterable[Placement]) -> Plan:
-    """Decide how each placement is filled."""
-    made = Plan()
+def plan(placements: Iterable[Placement], origin: Origin) -> Plan:
+    """Decide how each placement is filled. origin: for errors."""
+    made = Plan(_origin=origin)
     by_device: dict[torch.device | None, list[Placement]] = defaultdict(list)
     for placement in placements:
         if placement.stop:

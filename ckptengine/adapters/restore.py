@@ -18,6 +18,7 @@ from ckptengine.adapters.delivery import Delivery, Priority
 from ckptengine.adapters.gates import Gate
 from ckptengine.adapters.leaves import Leaf, leaves_of
 from ckptengine.adapters.matching import KEEP, Differences, Matcher, Outcome
+from ckptengine.adapters.origin import Origin
 from ckptengine.adapters.parcels import Memory
 from ckptengine.adapters.placing import Placement, Plan, plan
 from ckptengine.adapters.rounds import Round
@@ -129,19 +130,21 @@ class RestoreTarget:
         world: gives what all ranks have saved; asked only if the shard alone is not what the target is made
         of. Raises `StateMismatchError` with all differences.
         """
+        origin = Origin(header.step, path, rank)
         with gc_paused():
             matcher = Matcher(
                 [*leaves_of(header), *_replicas(header, others, path)],
                 allow_pickle=self._allow_pickle,
                 partial=self._partial,
+                origin=origin,
             )
             outcome = matcher.match(self._state, header.tree)
             found = matcher.differences
             if world is not None and (found.mismatched or found.missing):
-                matcher, outcome = self._match_world(world(), PerRankPolicy())
+                matcher, outcome = self._match_world(world(), PerRankPolicy(), origin)
                 # What only other ranks had is no rank's duty to take.
                 matcher.differences.unexpected = found.unexpected
-            return self._planned(matcher, outcome, strict, strict, path, rank)
+            return self._planned(matcher, outcome, strict, strict, origin)
 
     def match_world(
         self,
@@ -156,10 +159,11 @@ class RestoreTarget:
         of these had its own of. Keys that only the checkpoint has are no error here: other ranks may have a
         place for them."""
         with gc_paused():
-            matcher, outcome = self._match_world(world, per_rank)
-            return self._planned(matcher, outcome, strict, False, path, rank)
+            origin = Origin(world.step, path, rank)
+            matcher, outcome = self._match_world(world, per_rank, origin)
+            return self._planned(matcher, outcome, strict, False, origin)
 
-    def _match_world(self, world: World, policy: PerRankPolicy) -> tuple[Matcher, Outcome]:
+    def _match_world(self, world: World, policy: PerRankPolicy, origin: Origin) -> tuple[Matcher, Outcome]:
         asked = PerRankChoices(policy, world.per_rank)
         matcher = Matcher(
             world.leaves,
@@ -167,6 +171,7 @@ class RestoreTarget:
             world=world,
             per_rank=asked,
             partial=self._partial,
+            origin=origin,
         )
         return matcher, matcher.match(self._state, world.tree)
 
@@ -176,8 +181,7 @@ class RestoreTarget:
         outcome: Outcome,
         strict: bool,
         strict_unexpected: bool,
-        path: str | None,
-        rank: int | None,
+        origin: Origin,
     ) -> Match:
         found = matcher.differences
         if self._left_alone is not None and not strict:
@@ -201,8 +205,8 @@ class RestoreTarget:
             or (strict and found.missing)
             or (strict_unexpected and found.unexpected)
         ):
-            raise mismatch(found, strict, path, rank, touched=self.is_touched)
-        placed = plan(matcher.placements)
+            raise mismatch(found, strict, origin.path, origin.rank, touched=self.is_touched)
+        placed = plan(matcher.placements, origin)
         matcher.place_large(placed)
         return Match(
             tuple(found.missing),

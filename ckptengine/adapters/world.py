@@ -58,6 +58,10 @@ class World:
         ]
 
     @property
+    def step(self) -> int:
+        return self._base.step
+
+    @property
     def per_rank(self) -> PerRank:
         """What the ranks did not hold alike, where this rank has none of its own."""
         found = self._held.per_rank

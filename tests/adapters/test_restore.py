@@ -290,6 +290,17 @@ def test_tied_targets_of_different_tensors_are_an_error() -> None:
     with pytest.raises(StateMismatchError, match="share memory") as caught:
         Saved({"a": ones(3), "b": ones(3) * 2}).restore({"a": into, "b": into})
     assert caught.value.mismatched == ("a",)
+    assert "of step 1: 'a' with 'b'. " in str(caught.value)
+    assert "[path p, rank 0]" in str(caught.value)
+
+
+def test_of_overlapping_targets_each_is_named_with_those_it_overlaps() -> None:
+    into = zeros(9)
+    state = {"a": ones(4), "b": ones(4) * 2, "c": ones(4) * 3, "d": ones(2)}
+    target = {"a": into[:4], "b": into[3:7], "c": into[4:8], "d": zeros(2)}
+    with pytest.raises(StateMismatchError) as caught:
+        Saved(state).restore(target)
+    assert "'a' with 'b'; 'b' with 'a', 'c'. " in str(caught.value)
 
 
 def test_interleaved_targets_are_filled() -> None:
@@ -302,7 +313,7 @@ def test_an_expanded_target_takes_equal_elements_only() -> None:
     into = zeros(3)
     Saved({"e": torch.arange(3.0).expand(4, 3)}).restore({"e": into.expand(4, 3)})
     assert into.tolist() == [0, 1, 2]
-    with pytest.raises(StateMismatchError, match="share memory"):
+    with pytest.raises(StateMismatchError, match=r"share memory.*'e' with itself"):
         Saved({"e": torch.arange(12.0).view(4, 3)}).restore({"e": into.expand(4, 3)})
 
 
