@@ -70,7 +70,7 @@ class Run:
             seed=config.seed,
             noise=config.noise,
         )
-        # DDP's replica is the module inside; its wrapper would only put "module." before every name.
+        # Of the module inside DDP, each rank stores its replica whole; names are the same with DDP.
         bare = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         self.state: dict[str, Any] = {
             "train": ck.training_state(bare, self.optimizer),

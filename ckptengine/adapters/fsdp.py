@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptengine.adapters import fsdp1, objects
+from ckptengine.adapters import fsdp1, objects, wrappers
 from ckptengine.adapters.fsdp1 import FlatPart
 from ckptengine.adapters.leaves import Leaf
 from ckptengine.adapters.placing import copy_into
@@ -28,15 +28,16 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """The state of a model and its optimizer, as one object to put in a state: `{"train": training_state(m,
     o)}`.
 
-    model: plain, DDP, FSDP1 (with either `use_orig_params`) or FSDP2. optimizer: of parameters of the model.
-    It restores into an optimizer that has not made a step yet, too.
+    model: plain, DDP, FSDP1 (with either `use_orig_params`) or FSDP2, compiled or not. Its names are those of
+    the model without these wrappers. optimizer: of parameters of the model. It restores into an optimizer
+    that has not made a step yet, too.
     """
     return TrainingState(model, optimizer)
 
 
 class TrainingState(objects.StatefulAdapter):
     """See `training_state`. Its state is `{"model": …, "optimizer": …}`, with the names of
-    `model.state_dict()`.
+    `model.state_dict()`, without what wrappers put into them.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -45,13 +46,13 @@ class TrainingState(objects.StatefulAdapter):
         self._optimizer = None if optimizer is None else KeyedOptimizer(model, optimizer)
 
     def parts(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"model": self._model}
+        parts: dict[str, Any] = {"model": objects.PlainModule(self._model)}
         if self._optimizer is not None:
             parts["optimizer"] = self._optimizer
         return parts
 
     def state(self) -> dict[str, Any]:
-        state = {"model": objects.module_state(self._model)}
+        state = {"model": objects.PlainModule(self._model).state_dict()}
         if self._optimizer is not None:
             state["optimizer"] = self._optimizer.state()
         return state
@@ -108,7 +109,8 @@ class KeyedOptimizer(objects.StatefulAdapter):
                     keyed[name] = values if part is None else _parts_of(values, part)
         keyed.update(state)
         groups = [
-            {**group, "params": names}
+            # Without the names that torch may keep there too, which are those of one layout.
+            {**{key: value for key, value in group.items() if key != "param_names"}, "params": names}
             for group, names in zip(packed["param_groups"], self._names(), strict=True)
         ]
         return {**packed, "state": keyed, "param_groups": groups}
@@ -191,7 +193,10 @@ class KeyedOptimizer(objects.StatefulAdapter):
                 state[key] = _joined(present, self._optimizer.state.get(param, {}))
         state.update(stored)
         groups = [
-            {**group, "params": own["params"]}
+            {
+                **{key: value for key, value in group.items() if key != "param_names"},
+                **{key: own[key] for key in ("params", "param_names") if key in own},
+            }
             for group, own in zip(loaded["param_groups"], packed["param_groups"], strict=True)
         ]
         self._look_again()
@@ -252,6 +257,9 @@ class KeyedOptimizer(objects.StatefulAdapter):
                 f"{strangers} of the optimizer's {len(held)} parameters are not in the model's state",
                 hint="make the optimizer after the model is wrapped or sharded, from that model's parameters",
             )
+        plain = wrappers.plain_names(self._model, state)
+        if plain:
+            return {key: [(plain[name], part) for name, part in owned] for key, owned in named.items()}
         return named
 
 
@@ -321,7 +329,7 @@ def _flat_of(
 
 
 def _load_module(model: nn.Module, loaded: dict[str, Any]) -> None:
-    adapter = objects.ModuleAdapter(model)
+    adapter = objects.PlainModule(model)
     state = adapter.state()
     missing = tuple(name for name in state if name not in loaded)
     unexpected = tuple(name for name in loaded if name not in state)

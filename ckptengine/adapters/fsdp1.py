@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,14 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptengine.adapters import wrappers
 from ckptengine.adapters.tensors import LocalChunk
 
 _FSDP_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _HOOKS_OF_FSDP = "torch.distributed.fsdp._state_dict_utils"
 _FLAT_PARAM = "_flat_param"
-_WRAPPED = "_fsdp_wrapped_module"
-# Activation checkpointing takes its own prefix out of a state's names, with a hook.
-_CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +53,6 @@ class FlatPart:
         return self.param is not None and chunk.is_whole and tuple(self.param.shape) != chunk.shape
 
 
-def without_wrappers(name: str) -> str:
-    """A name of a parameter or buffer as it is in a state, without what FSDP and checkpointing put in it."""
-    return name.replace(f"{_WRAPPED}.", "").replace(f"{_CHECKPOINTED}.", "")
-
-
 def has_fsdp1(module: nn.Module) -> bool:
     # Not imported for this question: a job without FSDP1 need not pay for it.
     fsdp = sys.modules.get(_FSDP_MODULE)
@@ -87,7 +79,7 @@ def set_extra_state(module: nn.Module, values: dict[str, Any]) -> list[str]:
     module's.
     """
     left = dict(values)
-    for prefix, child in _named_modules(module, ""):
+    for prefix, _, child in wrappers.prefixes(module):
         key = f"{prefix}_extra_state"
         # A wrapper and what it wraps have the same prefix.
         if key in left and type(child).set_extra_state is not nn.Module.set_extra_state:
@@ -119,19 +111,6 @@ def _is_fsdp1(module: nn.Module) -> bool:
     return isinstance(module, sys.modules[_FSDP_MODULE].FullyShardedDataParallel)
 
 
-def _child_prefix(module: nn.Module, prefix: str, name: str) -> str:
-    return prefix if name == _WRAPPED and _is_fsdp1(module) else f"{prefix}{name}."
-
-
-def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Each module under the prefix that its entries have in the state."""
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            below = prefix if name == _CHECKPOINTED else _child_prefix(module, prefix, name)
-            yield from _named_modules(child, below)
-
-
 def _collect(
     module: nn.Module, state: OrderedDict[str, Any], prefix: str, parts: dict[int, list[tuple[str, FlatPart]]]
 ) -> None:
@@ -148,7 +127,7 @@ def _collect(
     state.update(own)
     for name, child in module._modules.items():
         if child is not None:
-            _collect(child, state, _child_prefix(module, prefix, name), parts)
+            _collect(child, state, wrappers.child_prefix(module, prefix, name), parts)
     metadata = {"version": module._version}
     for hook in module._state_dict_hooks.values():
         if getattr(hook, "__module__", None) != _HOOKS_OF_FSDP:

@@ -54,6 +54,8 @@ def modules_in(state: Any) -> list[nn.Module]:
         value = stack.pop()
         if isinstance(value, nn.Module):
             found[id(value)] = value
+        elif isinstance(value, objects.ModuleAdapter):
+            found[id(value.module)] = value.module
         elif isinstance(value, objects.StatefulAdapter):
             parts = value.parts()
             stack += reversed(list(parts.values())) if parts is not None else ()

@@ -9,7 +9,7 @@ here: all that is to be done after the read is collected.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,10 @@ from ckptengine.adapters.own_values import OwnValues
 from ckptengine.adapters.placing import Placement, Plan, place, placement_of
 from ckptengine.adapters.tensors import Local, LocalChunk, dtype_name, extract, is_tensor
 from ckptengine.adapters.values import Decoder, Node, large_value
-from ckptengine.adapters.wanted import Wanted
+from ckptengine.adapters.wanted import Path, Wanted, names_in
 from ckptengine.adapters.world import World
 from ckptengine.format.tree import TAG
-from ckptengine.read.partial import ALL, Partial
+from ckptengine.read.partial import ALL, Partial, other_prefix
 from ckptengine.read.per_rank import PerRankChoices
 
 
@@ -52,6 +52,10 @@ class Differences:
     mismatched: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     """Values that each rank had its own of, each with the reason."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """What would have others fit: the beginnings of names here, and those they were stored under."""
+    needless: bool = False
+    """Are names mapped that should not be?"""
 
 
 class Matcher:
@@ -71,16 +75,16 @@ class Matcher:
         world: World | None = None,
         per_rank: PerRankChoices | None = None,
         partial: Partial = ALL,
+        origin: Origin | None = None,
     ) -> None:
         self._leaves = leaves
         self._world = world
         self._allow_pickle = allow_pickle
-        origin: Origin | None = None,
+        self._origin = origin or Origin()
         self.asked = per_rank
         is_sharded = (lambda leaf: False) if world is None else world.is_sharded
         self._own = OwnValues(leaves, per_rank, partial.stored_name, is_sharded)
         self._wanted = Wanted(partial)
-        self._origin = origin or Origin()
         self._is_choosy = per_rank is not None or not self._wanted.is_all
         self.differences = Differences()
         self.placements: list[Placement] = []
@@ -240,6 +244,7 @@ class Matcher:
     def _match_dict(self, target: dict[Any, Any], node: Node, path: tuple[Any, ...]) -> Outcome:
         stored = self._entries(node, path)
         found = self._wanted.entries(target, path, stored)
+        self._look_for_prefix(target, path, found, stored)
         for key, value in target.items():
             if key not in found:
                 self._missing((*path, key), parameter=isinstance(value, torch.nn.Parameter))
@@ -339,7 +344,13 @@ class Matcher:
     def _match_module(self, adapter: Any, node: Node, path: tuple[Any, ...]) -> Outcome:
         state = adapter.state()
         entries = self._entries(node, path)
+        stored_as: dict[Any, Any] = {}
+        if self._wanted.partial.rename is None and not state.keys() <= entries.keys():
+            renamed = adapter.otherwise_named(state, entries)
+            stored_as = {here: stored for stored, here in renamed.items()}
+            entries = {renamed.get(key, key): child for key, child in entries.items()}
         stored = self._wanted.entries(state, path, entries, of_module=True)
+        self._look_for_prefix(state, path, stored, entries)
         buffers = adapter.buffers() if self._wanted.partial.parameters_only else ()
         given: dict[Any, Callable[[], Any]] = {}
         needed: list[Placement] = []
@@ -357,8 +368,10 @@ class Matcher:
                 self._match_tensor(value, stored[key], inner, parameter=parameter)
                 if not adapter.owns(value):
                     given[key] = _constant(value)
-            elif not self._own.stay(stored[key], inner):
-                given[key] = self._opened(value, stored[key], inner, lambda path, leaf: None)
+            elif not self._own.stay(stored[key], (*path, stored_as.get(key, key))):
+                unplaced: list[Path] = []
+                given[key] = self._opened(value, stored[key], inner, lambda path, leaf: None, unplaced)
+                self._differ_as_unplaced(unplaced)
             if key in given:
                 needed += self.placements[first:]
         for key, child in entries.items():
@@ -372,6 +385,7 @@ class Matcher:
                     _name(path),
                     tuple(needed),
                     tuple(self.large.keys() - large),
+                    self._origin,
                     of_module=True,
                 )
             )
@@ -384,23 +398,70 @@ class Matcher:
             return self._differs(path, f"is restored as a whole or not at all; the patterns divide it: {few}")
         if not self._wanted.takes(path) or self._own.stay(node, path):
             return KEEP
-        node = self._wanted.renamed_optimizer(adapter.parameter_names(), node, path)
-                    self._origin,
+        names = adapter.parameter_names()
+        node = self._wanted.renamed_optimizer(names, node, path)
         first, large = len(self.placements), set(self.large)
-        get = self._opened(adapter.state(), node, path, adapter.fresh)
-        for problem in adapter.problems(get()):
+        unplaced: list[Path] = []
+        get = self._opened(adapter.state(), node, path, adapter.fresh, unplaced)
+        loaded = get()
+        problems = adapter.problems(loaded)
+        for problem in problems:
             self._differs(path, problem)
+        if problems and names:
+            self._look_for_prefix_of_parameters(names, path, loaded)
+            # Of parameters that it does not hold: the problems tell of these.
+            known = set(names)
+            unplaced = [inner for inner in unplaced if inner[len(path) + 1] in known]
+        self._differ_as_unplaced(unplaced)
         needed, values = tuple(self.placements[first:]), tuple(self.large.keys() - large)
         self.actions.append(Load(adapter, get, _name(path), needed, values, self._origin))
         return KEEP
 
+    def _differ_as_unplaced(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            self._differs(
+                path,
+                "a chunk of a sharded tensor is stored; the object has no such tensor yet, and cannot be "
+                "told how to make one; let it build its state first, or use training_state",
+            )
+
+    # Names that differ by their beginning
+
+    def _look_for_prefix(
+        self, target: Collection[Any], path: Path, found: Collection[Any], stored: Collection[Any]
+    ) -> None:
+        """If nothing of a dict's keys was found: was it stored under another beginning?"""
+        if not target or any(key in found for key in target):
+            return
+        if self._wanted.is_needless(path, target):
+            self.differences.needless = True
+        elif all(type(key) is str for key in (*target, *stored)):
+            self._note_prefix(path, other_prefix(target, stored))
+
+    def _look_for_prefix_of_parameters(self, names: Collection[str], path: Path, loaded: Any) -> None:
+        """The same for an optimizer's, which follow those of the model beside it."""
+        groups = loaded.get("param_groups") if isinstance(loaded, dict) else None
+        if self._wanted.partial.rename is None and type(groups) is list:
+            self._note_prefix((*path[:-1], "model"), other_prefix(names, names_in(groups)))
+
+    def _note_prefix(self, path: Path, found: tuple[str, str] | None) -> None:
+        if found is not None:
+            here, there = (_name((*path, prefix) if prefix else path) for prefix in found)
+            self.differences.rename[here] = there
+
     def _opened(
-        self, current: Any, node: Node, path: tuple[Any, ...], fresh: Callable[[tuple[Any, ...], Leaf], Any]
+        self,
+        current: Any,
+        node: Node,
+        path: tuple[Any, ...],
+        fresh: Callable[[tuple[Any, ...], Leaf], Any],
+        unplaced: list[Path],
     ) -> Callable[[], Any]:
         """A state that is taken as it was stored.
 
-        Its tensors are the current state's where that has one that fits, else new ones. The function may be
-        called before the read too: the tensors and large values are then not filled yet.
+        Its tensors are the current state's where that has one that fits, else new ones; `unplaced` gets those
+        that are chunks and of which nobody knows what they would be here. The function may be called before
+        the read too: the tensors and large values are then not filled yet.
         """
         filled: dict[int, Any] = {}
         large: list[int] = []
@@ -418,14 +479,11 @@ class Matcher:
             fits = value is not None
             if value is None:
                 value = fresh(inner, leaf)
-            if value is None and leaf.chunk is not None:
-                self._differs(
-                    tuple(decoder.path),
-                    "a chunk of a sharded tensor is stored; the object has no such tensor yet, and cannot be "
-                    "told how to make one; let it build its state first, or use training_state",
-                )
             if value is None:
                 value = empty_for(leaf)
+                if leaf.chunk is not None:
+                    unplaced.append(tuple(decoder.path))
+                    return value
             filled[index] = value
             for local in extract(value, in_place=True):
                 if self._world is not None:

@@ -8,7 +8,7 @@ anything else, which takes whatever was stored.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from inspect import signature
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptengine.adapters import fsdp1
+from ckptengine.adapters import fsdp1, wrappers
 from ckptengine.adapters.leaves import Leaf
 from ckptengine.adapters.replicas import Replication
 from ckptengine.adapters.tensors import Local, LocalChunk, chunk_of_dtensor, extract, torch_dtype
@@ -95,7 +95,7 @@ def adapter(value: Any) -> Adapter:
         return ModuleAdapter(value)
     if isinstance(value, torch.optim.Optimizer):
         return OptimizerAdapter(value)
-    return value if isinstance(value, StatefulAdapter) else AnyAdapter(value)
+    return value if isinstance(value, StatefulAdapter | PlainModule) else AnyAdapter(value)
 
 
 class _Whole:
@@ -115,25 +115,38 @@ class _Whole:
 
 
 class ModuleAdapter(_Whole):
+    """A module, under the names that it has in its own state."""
+
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._storages: set[int] | None = None
 
     def state(self) -> Any:
-        if fsdp1.has_fsdp1(self._module):
-            fsdp1.reshard(self._module)
-        return module_state(self._module)
+        if fsdp1.has_fsdp1(self.module):
+            fsdp1.reshard(self.module)
+        return module_state(self.module)
 
     def buffers(self) -> set[str]:
         """The names that buffers have in the state."""
-        return {fsdp1.without_wrappers(name) for name, _ in self._module.named_buffers()}
+        return {
+            f"{in_state}{name}"
+            for in_state, _, one in wrappers.prefixes(self.module)
+            for name in one._buffers
+        }
+
+    def otherwise_named(self, state: Iterable[str], stored: Collection[str]) -> dict[str, str]:
+        """What was stored under another name than it has here, for its wrappers only: by the former, the
+        latter. state: the names here."""
+        plain = wrappers.plain_names(self.module, state)
+        here = {name for name in plain if name not in stored}
+        return {plain[name]: name for name in here if plain[name] in stored and plain[name] not in plain}
 
     def owns(self, value: Any) -> bool:
         """Is a tensor of the module's state one of its own, so that filling it fills the module?"""
         if isinstance(value, LocalChunk):
             return True
         if self._storages is None:
-            own = (*self._module.parameters(), *self._module.buffers())
+            own = (*self.module.parameters(), *self.module.buffers())
             self._storages = {_storage(local.tensor) for tensor in own for local in _parts(tensor)}
         return all(
             not local.tensor.numel() or _storage(local.tensor) in self._storages for local in _parts(value)
@@ -142,15 +155,54 @@ class ModuleAdapter(_Whole):
     def load(self, loaded: Any) -> None:
         if not loaded:
             return
-        if fsdp1.has_fsdp1(self._module):
-            left = fsdp1.set_extra_state(self._module, loaded)
+        if fsdp1.has_fsdp1(self.module):
+            left = fsdp1.set_extra_state(self.module, loaded)
             if left:
                 raise StateMismatchError(
                     "an FSDP module's state holds what is neither parameter, buffer nor extra state",
                     unexpected=tuple(left),
                 )
             return
-        self._module.load_state_dict(loaded, strict=False)
+        self.module.load_state_dict(loaded, strict=False)
+
+
+class PlainModule(ModuleAdapter):
+    """A module under plain names, whatever wraps it or modules in it; see `wrappers`. It is an object of its
+    own in a state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._own_names: dict[str, str] = {}
+
+    def state(self) -> Any:
+        return self._under_plain_names(super().state())
+
+    def state_dict(self) -> Any:
+        return self._under_plain_names(module_state(self.module))
+
+    def _under_plain_names(self, state: Any) -> Any:
+        plain = wrappers.plain_names(self.module, state)
+        if not plain:
+            return state
+        self._own_names = {other: name for name, other in plain.items()}
+        return OrderedDict((plain[name], value) for name, value in state.items())
+
+    def buffers(self) -> set[str]:
+        return {
+            name
+            for in_state, plain, one in wrappers.prefixes(self.module)
+            for buffer in one._buffers
+            for name in (f"{in_state}{buffer}", f"{plain}{buffer}")
+        }
+
+    def otherwise_named(self, state: Iterable[str], stored: Collection[str]) -> dict[str, str]:
+        return wrappers.known_by_another_name(stored, set(state))
+
+    def load(self, loaded: Any) -> None:
+        super().load({self._own_names.get(name, name): value for name, value in loaded.items()})
+
+    def load_state_dict(self, state: Any) -> None:
+        self.load(state)
 
 
 def _parts(value: Any) -> list[Local]:

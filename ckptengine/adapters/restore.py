@@ -266,6 +266,10 @@ def mismatch(
             "of values that each rank had its own of, another number of ranks can take rank 0's or keep its "
             'own: restore(per_rank="rank0"), "drop", or by name, as {"rng": "drop", "*": "error"}'
         )
+    elif found.needless:
+        hint = "they were stored under the names that they have here: leave them out of `rename`"
+    elif found.rename:
+        hint = f"the names differ by a prefix only: pass rename={found.rename!r}"
     elif not found.mismatched:
         hint = "pass strict=False to leave keys that only one side has alone"
     condition = "may hold parts of a newer step, which is damaged" if touched else "is unchanged"

@@ -11,6 +11,7 @@ from ckptengine.adapters import objects
 from ckptengine.adapters.keypath import joined
 from ckptengine.adapters.kinds import kind_of_target
 from ckptengine.adapters.values import Node, decode_value
+from ckptengine.adapters.wrappers import known_by_another_name
 from ckptengine.format.tree import TAG, leaf
 from ckptengine.read import trees
 from ckptengine.read.partial import Partial
@@ -105,36 +106,52 @@ class Wanted:
     def renamed_optimizer(self, names: Iterable[str], node: Node, path: Path) -> Node:
         """The state of an optimizer that is keyed by the names of a model's parameters, which lies beside it:
         with the names that these parameters have here."""
-        if self.partial.rename is None:
-            return node
-        here = f"{joined(path[:-1])}.model." if len(path) > 1 else "model."
-        # What is before the model's own names where it was stored: the state they are both of.
-        there = self.partial.stored_name(joined(path)).removesuffix(str(path[-1])) + "model."
-        renamed = {}
-        for name in names:
-            stored = self.partial.stored_name(here + name)
-            if stored.startswith(there):
-                renamed[stored.removeprefix(there)] = name
         inner = node["v"] if type(node) is dict and node.get(TAG) == "object" else node
         if type(inner) is not dict or TAG in inner or not {"state", "param_groups"} <= inner.keys():
             return node
         state, groups = inner["state"], inner["param_groups"]
         if type(state) is not dict or TAG in state or type(groups) is not list:
             return node
+        if self.partial.rename is None:
+            renamed = known_by_another_name(names_in(groups), set(names))
+            if not renamed:
+                return node
+        else:
+            renamed = self._renamed_parameters(names, path)
         return {
             **inner,
             "state": {renamed.get(name, name): value for name, value in state.items()},
             "param_groups": [_with_names(group, renamed) for group in groups],
         }
 
+    def _renamed_parameters(self, names: Iterable[str], path: Path) -> dict[str, str]:
+        """By the names that an optimizer's parameters were stored under: those that they have here."""
+        here = f"{joined(path[:-1])}.model." if len(path) > 1 else "model."
+        # What is before the model's own names where it was stored: the state they are both of.
+        there = self.partial.stored_name(joined(path)).removesuffix(str(path[-1])) + "model."
+        stored = {self.partial.stored_name(here + name): name for name in names}
+        return {other.removeprefix(there): name for other, name in stored.items() if other.startswith(there)}
+
+    def is_needless(self, path: Path, keys: Iterable[Any]) -> bool:
+        """Are names mapped of what was stored under the very names that it has here?"""
+        return self.partial.rename is not None and all(joined((*path, key)) in self._nodes for key in keys)
+
 
 def is_structure(value: Any) -> bool:
     """Is a target's value only looked into, and never taken as a whole?"""
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module | objects.ModuleAdapter):
         return True
     if objects.is_stateful(value):
         return objects.adapter(value).parts() is not None
     return kind_of_target(value) == "dict"
+
+
+def names_in(groups: Iterable[Any]) -> list[str]:
+    """Of the parameters in an optimizer's groups, as stored."""
+    params = [
+        group["params"] for group in groups if type(group) is dict and type(group.get("params")) is list
+    ]
+    return [name for names in params for name in names if type(name) is str]
 
 
 def _with_names(group: Any, renamed: dict[str, str]) -> Any:

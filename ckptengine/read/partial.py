@@ -5,7 +5,7 @@ Names are the target's: the keys joined with dots, as in errors and in `RestoreI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptengine.read.patterns import matches_any
@@ -85,6 +85,31 @@ class Partial:
 
 
 ALL = Partial()
+
+
+def other_prefix(here: Collection[str], stored: Collection[str]) -> tuple[str, str] | None:
+    """If all of `here` was stored, but with another beginning: that beginning here, and as stored. Either may
+    be empty."""
+    first = next(iter(here), None)
+    if first is None or first in stored:
+        return None
+    parts = first.split(".")
+    known = set(stored)
+    for name in stored:
+        others = name.split(".")
+        alike = 0
+        while alike < min(len(parts), len(others)) and parts[-1 - alike] == others[-1 - alike]:
+            alike += 1
+        if not alike:
+            continue
+        begin, there = (_beginning(one[: len(one) - alike]) for one in (parts, others))
+        if all(one.startswith(begin) and there + one[len(begin) :] in known for one in here):
+            return begin.removesuffix("."), there.removesuffix(".")
+    return None
+
+
+def _beginning(parts: list[str]) -> str:
+    return "".join(f"{part}." for part in parts)
 
 
 def _patterns(what: str, patterns: object) -> tuple[str, ...]:

@@ -465,7 +465,7 @@ def fsdp2_state_dict_of_tensors() -> None:
 
 def ddp_paired() -> None:
     saved = check_fresh_restore(DistributedDataParallel, paired)
-    assert "train.model.module.0.a.weight" in saved.header.leaf_names
+    assert "train.model.0.a.weight" in saved.header.leaf_names
 
 
 def ddp_bare_module_and_optimizer() -> None:

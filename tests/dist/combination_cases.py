@@ -80,17 +80,8 @@ def save(root: str, kind: str, steps: list[int]) -> None:
             ckpt.save(step, state)
 
 
-def names_of(kind: str, saved: str) -> dict[str, str] | None:
-    """What a wrapper has added to the names on one side only."""
-    if (kind == "ddp") == (saved == "ddp"):
-        return None
-    names = ("train.model.module", "train.model")
-    return dict([names if kind == "ddp" else names[::-1]])
-
-
 def restore(
     root: str,
-    saved: str,
     kind: str,
     ranks: int,
     options: dict[str, Any],
@@ -111,7 +102,7 @@ def restore(
     parameters = {"train.model." + name.removeprefix("module.") for name, _ in module.named_parameters()}
     config = {"exchange": "on", "process_group": kept["two"] if ranks == 2 else None}
     with checkpointer(root, **config) as ckpt:
-        found = ckpt.restore(state, rename=names_of(kind, saved), **options)
+        found = ckpt.restore(state, **options)
         if isinstance(found, ck.RestoreHandle):
             if forward:
                 with torch.no_grad():

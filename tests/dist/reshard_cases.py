@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import ckptengine as ck
+from ckptengine.adapters import wrappers
 from ckptengine.adapters.tensors import LocalChunk, extract
 from ckptengine.format.geometry import Chunk
 from ckptengine.format.names import step_dirname
@@ -160,6 +162,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1 whole": fsdp1(True, sharding_strategy=ShardingStrategy.NO_SHARD),
     "fsdp2": fsdp2,
     "fsdp2 hybrid": _hybrid,
+    "ddp": DistributedDataParallel,
     "plain": lambda module: module,
 }
 
@@ -203,6 +206,37 @@ def restore_training(root: str, optimizer: str, number: int) -> dict[str, int]:
                 assert state["step"] == 2
                 compared[wrap] = _compare(whole, state["train"].state(), "train")
                 _step(module, made)
+    return compared
+
+
+def save_with_wrappers_in_the_names(root: str) -> None:
+    """As `training_state` once named what is in a DDP module."""
+    module = DistributedDataParallel(model(1))
+    made = adamw(module)
+    for _ in range(2):
+        _step(module, made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrappers, "plain_names", lambda module, names: {})
+        with checkpointer(root) as ckpt:
+            ckpt.save(1, {"train": ck.training_state(module, made)})
+            ckpt.save(2, {"train": ck.training_state(module.module, made)})
+
+
+def restore_from_wrappers_in_the_names(root: str) -> list[int]:
+    """Into every way to wrap a model; whatever is in step 1 is in step 2 too, under plain names."""
+    compared = []
+    with ck.open_checkpoint(f"{root}/{step_dirname(1)}") as old:
+        assert "train.model.module.0.a.weight" in old.keys()
+    with ck.open_checkpoint(f"{root}/{step_dirname(2)}") as whole:
+        for wrap, make in WRAPS.items():
+            if wrap == "fsdp2 hybrid" and size() == 1:
+                continue
+            module = make(model(2))
+            state = {"train": ck.training_state(module, adamw(module))}
+            with checkpointer(root) as ckpt:
+                info = ckpt.restore(state, step=1)
+            assert info.missing == info.unexpected == ()
+            compared.append(_compare(whole, state["train"].state(), "train"))
     return compared
 
 

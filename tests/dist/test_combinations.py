@@ -55,11 +55,11 @@ def saved_by(four: Ranks, root: str, saved: str, steps: list[int]) -> None:
     four.call(combination_cases.save, root, saved, steps)
 
 
-def restored(four: Ranks, root: str, saved: str, kind: str, ranks: int, part: str, **more: Any) -> list[Any]:
+def restored(four: Ranks, root: str, kind: str, ranks: int, part: str, **more: Any) -> list[Any]:
     options, taken, dtype = PARTS[part]
     if ranks == 2 and part == "all":
         more = {**FEWER, **more}
-    how = (root, saved, kind, ranks, {**options, **more}, taken, dtype)
+    how = (root, kind, ranks, {**options, **more}, taken, dtype)
     return four.call(combination_cases.restore, *how, ranks=MEMBERS[ranks])
 
 
@@ -70,12 +70,12 @@ def test_every_tensor_is_what_was_saved_or_as_it_was(four: Ranks, root: str, sav
     for ranks, kinds in ((4, ("ddp", "hsdp", "fsdp2")), (2, ("ddp", "fsdp2", "plain"))):
         for number, kind in enumerate(kinds):
             for part in PARTS if kind == saved else list(PARTS)[number % 2 :: 2]:
-                infos = restored(four, root, saved, kind, ranks, part)
+                infos = restored(four, root, kind, ranks, part)
                 # Two that shard all among them may have no block in common.
                 channels = {info.exchange.channel for info in infos if info.exchange.used}
                 assert channels == {CHANNELS[saved]} or (ranks, kind) == (2, "fsdp2")
                 assert all(info.missing == info.unexpected == () for info in infos)
-                for info in restored(four, root, saved, kind, ranks, part, **STREAMING):
+                for info in restored(four, root, kind, ranks, part, **STREAMING):
                     assert not info.exchange.used
                     assert "streaming" in info.exchange.why
 
@@ -120,14 +120,14 @@ def test_damage_sends_all_ranks_to_the_step_before_or_is_an_error_on_all(
         "hsdp": [(4, "hsdp", "cast"), (4, "ddp", "parameters"), (2, "ddp", "all")],
     }[saved]
     for ranks, kind, part in ways:
-        for info in restored(four, root, saved, kind, ranks, part):
+        for info in restored(four, root, kind, ranks, part):
             (fall_back,) = info.fell_back_from
             assert (info.step, fall_back.step, fall_back.rank) == (1, 2, rank)
             assert path.name in fall_back.reason
             assert BLOCK in fall_back.reason
         options, taken, dtype = PARTS[part]
         policy = FEWER if (ranks, part) == (2, "all") else {}
-        how = (root, saved, kind, ranks, {**options, **policy, **STREAMING}, taken, dtype)
+        how = (root, kind, ranks, {**options, **policy, **STREAMING}, taken, dtype)
         for error in four.call(combination_cases.fails, *how, ranks=MEMBERS[ranks]):
             assert isinstance(error, ck.CorruptCheckpointError)
             assert error.rank == rank
@@ -136,7 +136,7 @@ def test_damage_sends_all_ranks_to_the_step_before_or_is_an_error_on_all(
     path.unlink()
     for ranks, kind, part in ways:
         for more in ({}, STREAMING):  # found out in the call
-            for info in restored(four, root, saved, kind, ranks, part, **more):
+            for info in restored(four, root, kind, ranks, part, **more):
                 (fall_back,) = info.fell_back_from
                 assert (info.step, fall_back.rank) == (1, rank)
                 assert path.name in fall_back.reason

@@ -48,6 +48,13 @@ def test_a_model_and_its_optimizer_become_any_others(
         assert all(count >= 14 for of_rank in compared for count in of_rank.values()), (wrap, compared)
 
 
+@pytest.mark.parametrize("restored_by", [2, 3])
+def test_names_that_a_wrapper_was_in_are_known_again(groups: Groups, root: str, restored_by: int) -> None:
+    groups[2].call(reshard_cases.save_with_wrappers_in_the_names, root)
+    for counts in groups[restored_by].call(reshard_cases.restore_from_wrappers_in_the_names, root):
+        assert min(counts) >= 14
+
+
 @pytest.mark.parametrize("restored_by", [1, 2, 3, 4])
 def test_local_state_dicts_of_flat_parameters(groups: Groups, root: str, restored_by: int) -> None:
     groups[4].call(reshard_cases.save_local_state_dict, root)
