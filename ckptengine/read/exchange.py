@@ -120,8 +120,6 @@ class Exchange:
             self._guarded(lambda: self._read_all(shards, reading, threads, tally, readers, kept))
         finally:
             if receiving:
-                if self._failures:
-                    self._channel.stop()
                 read_by = time.monotonic_ns()
                 helper.join()
                 tail_ns = time.monotonic_ns() - read_by
