@@ -28,6 +28,7 @@ from ckptengine.staging.pool import ArenaPool
 from ckptengine.storage.store import Store
 from ckptengine.tracing.recorder import span
 from ckptengine.write.messages import ArenaRef, WriteTask
+from ckptengine.write.reserve import ranks_here
 
 EARLY_NBYTES = 32 << 20
 """What an overlapping save copies in its call goes to memory of its own up to this; more goes to the arena at
@@ -45,7 +46,9 @@ class Saver:
         self._process_group = process_group
         config = run.config
         self._pool = ArenaPool(
-            config.max_arenas, config.arena_budget_nbytes, lambda: self._monitor.needed_nbytes()
+            config.max_arenas,
+            config.arena_budget_nbytes,
+            lambda: self._monitor.needed_nbytes() * ranks_here(),
         )
         self._monitor = Monitor(run, store, self._pool, transport)
         self._saves = 0

@@ -3,6 +3,7 @@ killed?"""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,62 @@ def test_first_saves_around_the_limit_are_committed_or_refused(
         if int(size) == FITS:
             assert how_it_ended == "committed", line
         if int(size) == BEYOND:
-            assert "its writer process needs" in how_it_ended, line
+            assert "left for writer processes" in how_it_ended, line
             assert "raise the memory limit of the job" in how_it_ended, line
+
+
+TOGETHER = """
+    import gc, os, sys, time
+    from pathlib import Path
+    with open(sys.argv[1], "w") as procs:
+        procs.write(str(os.getpid()))
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    import torch
+    import ckptengine as ck
+    root, me, *sizes = sys.argv[2:]
+    def meet(place):
+        Path(f"{place}.{me}").touch()
+        while not all(Path(f"{place}.{other}").exists() for other in range(4)):
+            time.sleep(0.001)
+    if __name__ == "__main__":
+        for mib in map(int, sizes):
+            state = {"weight": torch.randn(1 << 18).repeat(mib)}
+            with ck.Checkpointer(f"{root}/{me}/{mib}", config=ck.Config(on_error="warn")) as ckpt:
+                meet(f"{root}/{mib}")
+                try:
+                    end = ckpt.async_save(1, state).exception() or "committed"
+                except ck.SaveFailedError as error:
+                    end = error
+                print(mib, end if end == "committed" else f"{type(end).__name__}: {end}", flush=True)
+                meet(f"{root}/{mib}.done")
+            state = ckpt = end = None
+            gc.collect()
+        print("alive", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.timeout(200)
+def test_ranks_that_save_at_once_see_what_the_others_take(tmp_path: Path) -> None:
+    """Four under one limit, which has room for any one's snapshot, and not for all of theirs."""
+    small, large = 60, 300
+    with memory_group(2800 * MIB) as group, contextlib.ExitStack() as running:
+        procs = str(group / "cgroup.procs")
+        ranks = [
+            running.enter_context(Script(TOGETHER, procs, str(tmp_path), str(me), str(small), str(large)))
+            for me in range(4)
+        ]
+        for rank in ranks:
+            code = rank.ends(150.0)
+            assert code == 0, rank.stdout + rank.stderr
+        said = [rank.stdout.splitlines() for rank in ranks]
+        assert kills(group) == 0, said
+    assert all(first == f"{small} committed" and last == "alive" for first, _, last in said), said
+    refused = [how for _, how, _ in said if how.startswith(f"{large} SaveFailedError: no memory")]
+    committed = [how for _, how, _ in said if how == f"{large} committed"]
+    assert refused, said
+    assert len(refused) + len(committed) == 4, said
 
 
 ANEW = """

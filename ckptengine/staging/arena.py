@@ -27,7 +27,7 @@ from ckptengine.format.limits import PAGE, round_up
 from ckptengine.staging.mark import MARK_NBYTES, StagedMark
 from ckptengine.staging.status import STATUS_NBYTES, StatusPage
 from ckptengine.storage.direct import HUGE_PAGE
-from ckptengine.storage.headroom import available_memory
+from ckptengine.storage.headroom import available_memory, in_turn
 from ckptengine.storage.linux import MADV_POPULATE_WRITE, collapse, madvise, map_shared, unmap
 from ckptengine.storage.threads import in_threads
 
@@ -80,9 +80,13 @@ class Arena:
             raise ValueError(f"an arena's capacity must not be negative, not {capacity}")
         capacity = round_up(capacity, GRAIN)
         nbytes = STATUS_NBYTES + capacity
+        with in_turn(nbytes + held_back):
+            self._make(nbytes, capacity, try_huge, prefault, held_back)
+
+    def _make(self, nbytes: int, capacity: int, try_huge: bool, prefault: bool, held_back: int) -> None:
         available = available_memory()
         if available is not None and nbytes + held_back > available:
-            beside = f", and its writer process needs {held_back}" if held_back else ""
+            beside = f", and {held_back} must be left for writer processes" if held_back else ""
             raise SaveFailedError(
                 f"no memory for a snapshot of {capacity} bytes: {available} are available{beside}", hint=_HINT
             )

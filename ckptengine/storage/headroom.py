@@ -6,10 +6,25 @@ and then ends whatever it thinks best, which may be the training. So it is asked
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
+
+SHARERS = 16
+"""Memory is short if there is not so many times as much as one process takes: a host has up to so many ranks,
+which take theirs at once."""
+TURN_TIMEOUT_S = 60.0
+"""For others to take theirs: who holds the turn may be stopped."""
+_POLL_S = 0.02
 
 
 def available_memory() -> int | None:
@@ -26,6 +41,37 @@ def available_memory() -> int | None:
         if left is not None and (least is None or left < least):
             least = left
     return least
+
+
+@contextlib.contextmanager
+def in_turn(nbytes: int) -> Iterator[None]:
+    """Around asking for `nbytes` and taking them: where memory is short, processes of one limit do so one
+    after the other, so that each sees what the others have taken. Longer than `TURN_TIMEOUT_S` none waits."""
+    available = available_memory()
+    if available is None or nbytes * SHARERS <= available:
+        yield
+        return
+    with contextlib.ExitStack() as held:
+        place = next((group for group in cgroups("memory") if group.is_dir()), PROC)
+        with contextlib.suppress(OSError):  # a lock that cannot be had must not cost the save
+            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            held.callback(os.close, fd)
+            if not _locked(fd):
+                logger.warning("others have been taking memory for %g s: not waited for", TURN_TIMEOUT_S)
+        yield
+
+
+def _locked(fd: int) -> bool:
+    deadline = time.monotonic() + TURN_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
 
 
 def meminfo() -> dict[str, int]:

@@ -7,6 +7,7 @@ that the writer is about to take, and then the kernel ends a process for it, lik
 from __future__ import annotations
 
 import mmap
+import os
 
 from ckptengine.codecs.zstd import context_nbytes
 from ckptengine.config import Config
@@ -44,6 +45,12 @@ def needed_nbytes(config: Config, pid: int | None, *, warm: bool = False) -> int
     """
     of_its_own = WRITER_NBYTES if pid is None else 0 if warm else max(WRITER_NBYTES - _own_nbytes(pid), 0)
     return of_its_own + working_nbytes(config)
+
+
+def ranks_here() -> int:
+    """The ranks of the job on this host, which save at once; 1 where the launcher does not tell."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(told), 1) if told.isdecimal() else 1
 
 
 def check_room(needed: int, rank: int) -> None:

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ckptengine.storage import headroom
-from ckptengine.storage.headroom import available_memory
+from ckptengine.storage.headroom import SHARERS, available_memory, in_turn
 from tests.helpers.memory_groups import memory_group
 
 MIB = 1 << 20
@@ -111,3 +112,33 @@ def test_a_snapshot_beyond_the_limit_of_the_job_is_refused_and_nobody_is_killed(
     assert "raise the memory limit of the job" in refused
     assert waited == "CommitTimeoutError", "a save that is still being written gives its memory back"
     assert end == "alive"
+
+
+def test_who_takes_short_memory_waits_for_who_is_taking_some(kernel: Path) -> None:
+    entered = threading.Event()
+
+    def take() -> None:
+        with in_turn(101 * MIB // SHARERS + 1):
+            entered.set()
+
+    taking = threading.Thread(target=take)
+    with in_turn(50 * MIB):
+        taking.start()
+        assert not entered.wait(0.3)
+        with in_turn(101 * MIB // SHARERS):  # of this there is plenty
+            pass
+    taking.join(10.0)
+    assert entered.is_set()
+
+
+def test_nobody_waits_for_long(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that holds the turn may have been stopped."""
+    monkeypatch.setattr(headroom, "TURN_TIMEOUT_S", 0.1)
+    with in_turn(50 * MIB), in_turn(50 * MIB):
+        pass
+
+
+def test_a_machine_that_tells_nothing_has_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headroom, "PROC", tmp_path)
+    with in_turn(1 << 60), in_turn(1 << 60):
+        pass
