@@ -20,8 +20,9 @@ from ckptengine.adapters.delivery import Priority
 from ckptengine.adapters.guard import wait_for_copies
 from ckptengine.catalog.catalog import latest, list_steps, next_life
 from ckptengine.comm.group import Failure, Group
+from ckptengine.comm.same_options import SameOptions
 from ckptengine.comm.transport import FileTransport, Transport
-from ckptengine.config import Config
+from ckptengine.config import EACH_RANKS_OWN, Config
 from ckptengine.errors import CheckpointError, CommitTimeoutError, StorageError
 from ckptengine.format.names import RunId
 from ckptengine.handle import SaveHandle
@@ -31,7 +32,8 @@ from ckptengine.read.partial import Partial, Rename
 from ckptengine.read.per_rank import PerRankPolicy, PerRankSpec
 from ckptengine.read_once import Rates, Sharing
 from ckptengine.restore_handle import RestoreHandle
-from ckptengine.restorer import RestoreOptions, begin_restore, restore
+from ckptengine.restore_options import RestoreOptions
+from ckptengine.restorer import begin_restore, restore
 from ckptengine.saver import Saver
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
@@ -42,6 +44,7 @@ from ckptengine.write.messages import TransportSpec
 
 logger = logging.getLogger(__name__)
 
+_RESTORE = "the restore"
 EXCHANGE_PREFIX = ".exchange-"
 ABNORMAL_CLOSE_TIMEOUT_S = 30.0
 EXCHANGE_CLOSE_TIMEOUT_S = 5.0
@@ -61,7 +64,7 @@ class Checkpointer:
     have read. Use it as a context manager, or `close()` it: that waits for the saves under way.
 
     Raises `StorageError` if the root cannot be used, `CommitTimeoutError` if a rank does not come, and
-    `CheckpointError` if the ranks' `block_nbytes` or `codec` differ.
+    `CheckpointError` if the ranks' Configs differ in what they must share (see `Config`).
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Checkpointer:
         step: an integer in [0, 2^63), also numpy's; a step saved again replaces its older commit once the new
         one is committed. state: nested dicts, lists and tuples of tensors (also DTensor, ShardedTensor),
         values, and objects with `state_dict`/`load_state_dict`.
-        metadata: anything a value may be; kept in the manifest, shown by `ckpt inspect`.
+        metadata: anything a value may be; rank 0's is kept in the manifest, shown by `ckpt inspect`.
 
         Returns once the state is copied, so that changing it is safe; waits longer only for memory, and logs
         that: while `max_arenas` snapshots are being written, or there is no room for one more. With
@@ -237,22 +240,30 @@ class Checkpointer:
         difference (the target is untouched, unless tensors of it share memory and were stored with different
         values, which shows only while they are filled), `CorruptCheckpointError` if no commit is whole
         (tensors of the target may have been overwritten), and `CommitTimeoutError` if a rank does not come.
-        An error on one rank is raised on all. Of a `step` that is not there, `NotCommittedError` or
+        An error on one rank is raised on all, also if it ends there (`SystemExit`, `KeyboardInterrupt`). All
+        ranks give the same options, else all raise `CheckpointError`; but `include`, `exclude`, `rename` and
+        `priority` speak of the names of the rank's own target and may be its own, as those of the stages of a
+        pipeline. Of a `step` that is not there, `NotCommittedError` or
         `CheckpointNotFoundError`; of one that is none, `TypeError` or `ValueError`. Waits first for the saves
         under way.
         """
         self._check_open()
-        partial = Partial.of(
-            include=include, exclude=exclude, parameters_only=parameters_only, rename=rename, cast=cast
-        )
-        options = RestoreOptions(strict, verify, PerRankPolicy.of(per_rank), partial)
-        self._saver.wait(None)
-        # Another Checkpointer's save may be copying what this one overwrites.
-        wait_for_copies()
+        try:
+            partial = Partial.of(
+                include=include, exclude=exclude, parameters_only=parameters_only, rename=rename, cast=cast
+            )
+            options = RestoreOptions(strict, verify, PerRankPolicy.of(per_rank), partial)
+        except Exception as error:
+            self._group.leave(error, what=_RESTORE)
+            raise
+        with self._group.told_if_left(_RESTORE):
+            self._saver.wait(None)
+            # Another Checkpointer's save may be copying what this one overwrites.
+            wait_for_copies()
         end_failed_streams()
         self._restoring = None
         try:
-            with recorder.span("restore", "whole"):
+            with recorder.span("restore", "whole"), self._group.told_if_left(_RESTORE):
                 target = (self.root, state, step, options, self._store, self._group, self.config)
                 if not streaming:
                     return restore(
@@ -324,13 +335,13 @@ class Checkpointer:
                 hint="all ranks need the same shared file system at the same path",
             )
             failure = Failure.of(error, self.rank)
-        shape = f"block_nbytes={self.config.shard_block_nbytes}, codec={self.config.codec!r}"
-        shapes = self._group.gather_all(shape.encode(), failure, what="opening the checkpoint root")
-        for rank, other in enumerate(shapes):
-            if other != shapes[0]:
-                raise CheckpointError(
-                    "the ranks' Configs differ", rank=rank, expected=shapes[0].decode(), actual=other.decode()
-                )
+        settings = {**msgspec.structs.asdict(self.config), "block_nbytes": self.config.shard_block_nbytes}
+        same = SameOptions(
+            "the ranks' Configs differ",
+            f"give all ranks the same; they may differ in {', '.join(EACH_RANKS_OWN)}",
+            {name: value for name, value in settings.items() if name not in EACH_RANKS_OWN},
+        )
+        self._group.summarise(same.own(), same.summary, failure, what="opening the checkpoint root")
 
     def _close(self, timeout_s: float | None, reason: str) -> None:
         self._closed = True

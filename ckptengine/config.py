@@ -25,8 +25,25 @@ MAX_COUNT = (1 << 63) - 1
 """What a message to the writer process carries; steps and sizes have the same bound."""
 
 
+EACH_RANKS_OWN = (
+    "direct_io",
+    "io_threads",
+    "storage_gbps",
+    "fabric_gbps",
+    "max_arenas",
+    "arena_budget_nbytes",
+    "trace",
+    "commit_timeout_s",
+    "stall_timeout_s",
+    "agree_timeout_s",
+    "restore_timeout_s",
+)
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a `Checkpointer`. All ranks must use the same (`block_nbytes` and `codec` are compared).
+    """Settings of a `Checkpointer`. All ranks must use the same, which is checked when they make it; only
+    what belongs to the machine a rank runs on may be its own (`EACH_RANKS_OWN`): `direct_io`, `io_threads`,
+    `storage_gbps`, `fabric_gbps`, `max_arenas`, `arena_budget_nbytes`, `trace`, and the four timeouts.
 
     block_nbytes: unit of I/O, digest and compression; a multiple of 4096 below 4 GiB. None: 16 MiB, and 8 MiB
         where blocks are compressed, as each of `io_threads` then holds one (`shard_block_nbytes`).

@@ -29,8 +29,11 @@ class CheckpointError(Exception):
     """Base of every error of this package.
 
     Attributes: `path`, `rank`, `fqn`, `offset` (bytes into the file), `expected`, `actual`, `hint` (what to
-    do next), and `retryable`: whether another attempt from the same snapshot could succeed.
+    do next), `met_by` (the rank on which another rank's error was raised first; `rank` may be the one whose
+    shard it was reading), and `retryable`: whether another attempt from the same snapshot could succeed.
     """
+
+    met_by: int | None = None
 
     retryable = True
     repeated = False
@@ -69,6 +72,7 @@ class CheckpointError(Exception):
             for label, value in (
                 ("path", self.path),
                 ("rank", self.rank),
+                ("met by rank", self.met_by if self.met_by != self.rank else None),
                 ("tensor", self.fqn),
                 ("offset", self.offset),
                 ("expected", self.expected),

@@ -89,11 +89,16 @@ class CommitInfo:
 
 @dataclass(frozen=True, slots=True)
 class FallBack:
-    """A committed step that could not be restored, and why."""
+    """A committed step that could not be restored, and why.
+
+    rank: whose shard it was. met_by: the rank that met the error, another one where it was reading that shard
+    for itself or for others.
+    """
 
     step: int
     reason: str
     rank: int | None = None
+    met_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -34,12 +34,11 @@ from ckptengine.errors import CheckpointError
 from ckptengine.format.names import check_step
 from ckptengine.info import ExchangeInfo, FallBack, RestoreInfo
 from ckptengine.phases import Ranks, Stopwatch
-from ckptengine.read.partial import ALL, Partial
-from ckptengine.read.per_rank import PerRankPolicy
 from ckptengine.read.reader import ReadStats
 from ckptengine.read_once import Sharing
 from ckptengine.read_together import read_together
 from ckptengine.restore_handle import RestoreHandle
+from ckptengine.restore_options import RestoreOptions, same_restore_options
 from ckptengine.step_shards import Assignment, StepShards
 from ckptengine.storage.store import Store
 from ckptengine.streaming import Stream
@@ -48,16 +47,6 @@ from ckptengine.tracing.recorder import span
 logger = logging.getLogger(__name__)
 
 _TOLD = 20
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreOptions:
-    """How a restore is to be done; see `Checkpointer.restore`."""
-
-    strict: bool = True
-    verify: bool = True
-    per_rank: PerRankPolicy = field(default_factory=PerRankPolicy)
-    partial: Partial = ALL
 
 
 def restore(
@@ -93,7 +82,7 @@ def begin_restore(
     priority: Priority,
 ) -> RestoreHandle:
     """As `restore`, up to where training can begin."""
-    run = _Run(options, store, group, config)
+    run = _Run(options, store, group, config, streaming=True)
     run.exchange = ExchangeInfo(why="a streaming restore has each rank read for itself")
     with ExitStack() as held:
         return _first_whole(run, root, state, step, held, partial(_stream_step, run, state, priority, held))
@@ -117,21 +106,25 @@ def _first_whole(
     def look() -> tuple[int | None, RestoreTarget]:
         with watch.measure("plan"):
             number = None if step is None else check_step(step)
+            same.options = run.options.to_compare(number, streaming=run.streaming)
             return number, RestoreTarget(
                 state, allow_pickle=run.config.allow_pickle, partial=run.options.partial
             )
 
-    number, target = _on_all_ranks(group, watch, look, "reading the restore target")
+    same = same_restore_options()
+    number, target = _on_all_ranks(group, watch, look, "reading the restore target", tell=same)
     candidates = Candidates(root, number, run.store, group.world_size, held) if group.is_coordinator else None
     while True:
         assignment = _resolve(candidates, group, watch)
-        run.fell_back += [FallBack(skipped, reason, COORDINATOR) for skipped, reason in assignment.skipped]
+        run.fell_back += [
+            FallBack(skipped, reason, COORDINATOR, COORDINATOR) for skipped, reason in assignment.skipped
+        ]
         try:
             return use(assignment, target)
         except DAMAGE as error:
             if step is not None or not is_damage(error):
                 raise
-            run.fell_back.append(FallBack(assignment.step, str(error), error.rank))
+            run.fell_back.append(FallBack(assignment.step, str(error), error.rank, error.met_by))
             if candidates is not None:
                 candidates.reject(assignment.step, str(error))
             logger.warning(
@@ -142,8 +135,11 @@ def _first_whole(
 class _Run:
     """One restore, whichever step it ends with."""
 
-    def __init__(self, options: RestoreOptions, store: Store, group: Group, config: Config) -> None:
+    def __init__(
+        self, options: RestoreOptions, store: Store, group: Group, config: Config, *, streaming: bool = False
+    ) -> None:
         self.started = time.perf_counter()
+        self.streaming = streaming
         self.options = options
         self.store = store
         self.group = group
@@ -326,7 +322,8 @@ def _stream_step(
 
     def agree(work: Callable[[], object]) -> RestoreInfo:
         run.watch.add_all(stream.stats.phases)
-        return run.finish(assignment, match, stream.stats, stream.read_seconds, work)
+        with group.told_if_left("the restore"):
+            return run.finish(assignment, match, stream.stats, stream.read_seconds, work)
 
     stream.start(agree, release)
     return RestoreHandle(stream)

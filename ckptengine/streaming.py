@@ -327,7 +327,10 @@ class Stream:
             try:
                 self._info = self._agree(self._apply)
             except BaseException as error:
-                self._fail(error, tell=False)
+                # What ends a process once must not end a later call that is told of this failure.
+                left = f"this rank left the restore by {type(error).__name__}"
+                told = error if isinstance(error, Exception) else CheckpointError(left, rank=self._rank)
+                self._fail(told, tell=False)
                 self._release()
                 raise
             self._end(in_step)

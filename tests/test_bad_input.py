@@ -28,7 +28,8 @@ from ckptengine.format.geometry import Chunk
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME
 from ckptengine.format.shard import TensorEntry
 from ckptengine.read.shards import open_header
-from ckptengine.restorer import RestoreOptions, restore
+from ckptengine.restore_options import RestoreOptions
+from ckptengine.restorer import restore
 from ckptengine.storage.posix import PosixStore
 from ckptengine.testing.strategies import blank
 from tests.adapters.fake import same

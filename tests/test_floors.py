@@ -42,6 +42,7 @@ FLOORS = {
     "handle": 6,
     "monitor": 6,
     "restore_handle": 6,
+    "restore_options": 6,
     "read_once": 6,
     "read_together": 6,
     "restorer": 6,

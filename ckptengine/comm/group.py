@@ -7,6 +7,7 @@ missing, works alike under gloo and NCCL, and touches neither the device nor the
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from ckptengine import errors
 from ckptengine.comm.transport import Transport
 from ckptengine.errors import CheckpointError, CommitTimeoutError, StateMismatchError, StorageError
 from ckptengine.tracing.recorder import span
+
+logger = logging.getLogger(__name__)
 
 MAX_FAILURE_TEXT = 8000
 """Characters of an error's message that travel; a status page has room for no more."""
@@ -37,12 +40,13 @@ class PeerLostError(CommitTimeoutError):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An exception of one rank, in a form another rank can raise. follows: it only follows from
-    another's. lost: the rank it names will not report."""
+    """An exception of one rank, in a form another rank can raise. met_by: the rank that met it. follows: it
+    only follows from another's. lost: the rank it names will not report."""
 
     kind: str
     message: str
     rank: int
+    met_by: int | None = None
     path: str | None = None
     fqn: str | None = None
     offset: int | None = None
@@ -66,6 +70,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
                 kind=type(error).__name__,
                 message=f"{type(error).__name__}: {error}"[:MAX_FAILURE_TEXT],
                 rank=rank,
+                met_by=rank,
             )
         lists: dict[str, tuple[str, ...]] = {}
         if isinstance(error, StateMismatchError):
@@ -74,6 +79,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             kind=type(error).__name__,
             message=error.message[:MAX_FAILURE_TEXT],
             rank=rank if error.rank is None else error.rank,
+            met_by=rank if error.met_by is None else error.met_by,
             path=error.path,
             fqn=error.fqn,
             offset=error.offset,
@@ -95,6 +101,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         error: CheckpointError = cls(self.message)
         error.rank, error.path, error.fqn, error.offset = self.rank, self.path, self.fqn, self.offset
         error.hint, error.retryable, error.repeated = self.hint, self.retryable, self.repeated
+        error.met_by = self.met_by
         if isinstance(error, StorageError):
             error.errno = self.errno
         if isinstance(error, StateMismatchError):
@@ -123,6 +130,10 @@ class Group:
     _calls: int = field(default=0)
     _past: list[str] = field(default_factory=list)
     """Calls whose values are still there; the coordinator's."""
+    _answered: bool = field(default=True)
+    """Have the others been told what came of the last call? The coordinator's."""
+    _scattered: str | None = field(default=None)
+    """The last call, if it was a `scatter` that succeeded; the coordinator's."""
 
     @property
     def is_coordinator(self) -> bool:
@@ -171,9 +182,51 @@ class Group:
             try:
                 return [_Report(summary([report.value or b"" for report in reports]))]
             except Exception as error:  # or the other ranks would wait for their deadline
-                return [_Report(failure=Failure.of(error, self.rank))]
+                return [_Report(failure=msgspec.structs.replace(Failure.of(error, self.rank), met_by=None))]
 
         return self._gather(_Report(value, failure), what, timeout_s, answer)[0]
+
+    def leave(self, error: BaseException, *, what: str) -> None:
+        """This rank does not come to the next call, as `error` ended `what` here: the others do not wait for
+        it, but hear of that, at the latest after `LOOK_S`. Waits for nobody. It counts as the call, so that
+        all ranks can go on together afterwards."""
+        if self.world_size == 1:
+            return
+        if isinstance(error, Exception):
+            failure = msgspec.structs.replace(Failure.of(error, self.rank), lost=True)
+        else:
+            text = f"this rank left {what} by {_said(error)}"[:MAX_FAILURE_TEXT]
+            failure = Failure(
+                kind="CheckpointError", message=text, rank=self.rank, met_by=self.rank, lost=True
+            )
+        told = msgspec.msgpack.encode(_Report(failure=failure))
+        # Cut short in a call that all others wait in, the coordinator answers that one.
+        answers = self.is_coordinator and not self._answered
+        key = f"{self.prefix}/{self._calls}" if answers else self._next_key()
+        try:
+            self.transport.set_if_absent(f"{key}/lost", told)
+            if not self.is_coordinator:
+                self.transport.set_if_absent(f"{key}/{self.rank}", told)
+                return
+            self._answered = True
+            self._past.append(key)
+            self.transport.set_if_absent(f"{key}/all", msgspec.msgpack.encode([_Report(failure=failure)]))
+            for rank in range(self.world_size):  # the call may be a scatter
+                self.transport.set_if_absent(f"{key}/{rank}", told)
+        except ConnectionError as silence:
+            logger.warning("the other ranks do not hear that this one left %s: %s", what, silence)
+
+    @contextlib.contextmanager
+    def told_if_left(self, what: str) -> Iterator[None]:
+        """Around what tells all ranks of every `Exception`: of what ends this one (`SystemExit`,
+        `KeyboardInterrupt`) they hear as well."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.leave(error, what=what)
+            raise
 
     def _gather(self, report: _Report, what: str, timeout_s: float | None, answer: _Answer) -> list[bytes]:
         key = self._next_key()
@@ -198,13 +251,14 @@ class Group:
             if missing:
                 failure = Failure(
                     kind="CommitTimeoutError",
-                    message=f"{_ranks(missing)} did not report within {timeout_s:g} s while {what}",
+                    message=f"{ranks_named(missing)} did not report within {timeout_s:g} s while {what}",
                     rank=missing[0],
                 )
                 reports = [_Report(failure=failure)]
             elif complete:
                 reports = answer(reports)
             self.transport.set(f"{key}/all", msgspec.msgpack.encode(reports))
+            self._answered, self._scattered = True, None
             if complete:
                 # A rank that has reported to this call has read all of those before it.
                 self._forget(self._past)
@@ -231,9 +285,13 @@ class Group:
         if self.is_coordinator:
             if self.world_size > 1:
                 self._past.append(key)
+                lost = self.transport.peek(f"{key}/lost")
+                if lost is not None:
+                    values, failure = None, msgspec.msgpack.decode(lost, type=_Report).failure
                 for rank in range(self.world_size):
                     report = _Report(failure=failure) if values is None else _Report(value=values[rank])
                     self.transport.set(f"{key}/{rank}", msgspec.msgpack.encode(report))
+            self._answered, self._scattered = True, None if values is None else key
             if values is None:
                 assert failure is not None
                 raise failure.to_error()
@@ -249,19 +307,22 @@ class Group:
     def among(self, members: Sequence[int], value: bytes, name: str, *, what: str) -> list[bytes]:
         """Some of the ranks, in the order given, tell each other a value after the last call of all ranks,
         which need not know. name: tells this apart from others since then. Raises `CommitTimeoutError` with
-        the rank that gives none."""
+        the rank that gives none, `StoppedByPeerError` if one leaves meanwhile."""
         with _connection_named(what), span("wait for some ranks", "wait", {"while": what}):
             self.transport.set(self._among(name, self.rank), value)
             deadline = time.monotonic() + self.timeout_s
             values = []
             for rank in members:
-                try:
-                    left = max(deadline - time.monotonic(), 0.001)
-                    values.append(self.transport.get(self._among(name, rank), left))
-                except TimeoutError:
+                told = self._await(
+                    self._among(name, rank), deadline, lambda: self._lost(f"{self.prefix}/{self._calls + 1}")
+                )
+                if told is None:
                     raise CommitTimeoutError(
                         f"rank {rank} did not report within {self.timeout_s:g} s while {what}", rank=rank
-                    ) from None
+                    )
+                if isinstance(told, Failure):
+                    raise StoppedByPeerError(told.message, rank=told.rank)
+                values.append(told)
             return values
 
     def forget_among(self, name: str, call: int) -> None:
@@ -284,6 +345,7 @@ class Group:
 
     def _next_key(self) -> str:
         self._calls += 1
+        self._answered = False
         return f"{self.prefix}/{self._calls}"
 
     def _collect(self, key: str, timeout_s: float) -> tuple[list[_Report], list[int]]:
@@ -291,24 +353,36 @@ class Group:
         deadline = time.monotonic() + timeout_s
         reports, missing = [], []
         for rank in range(self.world_size):
-            data = None
-            while data is None:
-                left = max(deadline - time.monotonic(), 0.001)
-                try:
-                    data = self.transport.get(f"{key}/{rank}", min(left, LOOK_S))
-                except TimeoutError:
-                    if left <= LOOK_S:
-                        break
-                    lost = self.transport.peek(f"{key}/lost")
-                    if lost is not None:
-                        return [msgspec.msgpack.decode(lost, type=_Report)], []
-            if data is None:
+            told = self._await(
+                f"{key}/{rank}", deadline, lambda: self._lost(key) or self._lost(self._scattered)
+            )
+            if isinstance(told, Failure):
+                return [_Report(failure=told)], []
+            if told is None:
                 missing.append(rank)
             else:
-                reports.append(msgspec.msgpack.decode(data, type=_Report))
+                reports.append(msgspec.msgpack.decode(told, type=_Report))
                 if reports[-1].failure is not None and reports[-1].failure.lost:
                     return [reports[-1]], []
         return reports, missing
+
+    def _await(self, key: str, deadline: float, lost: Callable[[], Failure | None]) -> bytes | Failure | None:
+        """The value of `key`, or what `lost` finds, which is asked now and then; None after the deadline."""
+        while True:
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                return self.transport.get(key, min(left, LOOK_S))
+            except TimeoutError:
+                if left <= LOOK_S:
+                    return None
+                found = lost()
+                if found is not None:
+                    return found
+
+    def _lost(self, key: str | None) -> Failure | None:
+        """What is known of a rank that does not come to the call."""
+        data = None if key is None else self.transport.peek(f"{key}/lost")
+        return None if data is None else msgspec.msgpack.decode(data, type=_Report).failure
 
 
 @contextlib.contextmanager
@@ -335,6 +409,12 @@ def _values(reports: list[_Report]) -> list[bytes]:
     return [report.value or b"" for report in reports]
 
 
-def _ranks(ranks: list[int]) -> str:
+def _said(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """For a message: all of a few, else the first ones."""
     shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

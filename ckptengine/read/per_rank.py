@@ -44,6 +44,12 @@ class PerRankPolicy:
             raise ValueError(f"per_rank is one of {', '.join(map(repr, CHOICES))}, not {unknown[0]!r:.200}")
         return cls(tuple(spec.items()))
 
+    @property
+    def spec(self) -> PerRankSpec:
+        """What it was made of, as one word where that says all."""
+        (pattern, choice), *others = self.rules or ((ALL, "error"),)
+        return choice if pattern == ALL and not others else dict(self.rules)
+
     def choice(self, name: str) -> Choice:
         """For a value that ranks do not hold alike."""
         return next((choice for pattern, choice in self.rules if matches(pattern, name)), "error")

@@ -12,9 +12,11 @@ import msgspec
 
 from ckptengine import phases, restorer
 from ckptengine.comm.group import COORDINATOR, Group
+from ckptengine.comm.same_options import SameOptions
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.config import Config
 from ckptengine.info import RestoreInfo
+from ckptengine.restore_options import RestoreOptions
 from ckptengine.storage.store import Store
 
 CALLS = 8
@@ -57,10 +59,13 @@ def restore_two_ranks(
     bytes it was told by others.
     """
     space = _Space()
+    options = RestoreOptions()
+    same = SameOptions("", "", options.to_compare(None, streaming=False)).own()
+    agreed = msgspec.msgpack.encode({"value": same, "failure": None})
     for rank in range(ranks):
         report = all_good(rank)
         for call in range(1, CALLS) if rank not in (COORDINATOR, other) else ():
-            space.set(f"g/{call}/{rank}", report)
+            space.set(f"g/{call}/{rank}", agreed if call == 1 else report)
 
     def work(rank: int) -> tuple[RestoreInfo, int]:
         before = space.heard[threading.get_ident()]
@@ -69,7 +74,7 @@ def restore_two_ranks(
             root,
             state(rank),
             step=None,
-            options=restorer.RestoreOptions(),
+            options=options,
             store=store(rank),
             group=group,
             config=Config(),

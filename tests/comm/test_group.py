@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ckptengine.comm import group as group_module
 from ckptengine.comm.group import Failure, Group, PeerLostError, StoppedByPeerError
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.errors import (
@@ -233,3 +234,86 @@ def test_one_of_some_that_does_not_come_is_named() -> None:
     error, _ = on_ranks(2, work, timeout_s=0.2, absent=(1,))
     assert isinstance(error, CommitTimeoutError)
     assert error.rank == 1
+
+
+# --- leaving -------------------------------------------------------------------------------------
+
+
+def outcome(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except CheckpointError as error:
+        return type(error), error.message, error.rank
+
+
+LEFT = (CheckpointError, "this rank left the test by SystemExit: 3", 1)
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["agree", "scatter"])
+def test_who_leaves_is_named_at_the_next_call_and_all_go_on_together(kind: str, leaver: int) -> None:
+    def call(group: Group) -> Any:
+        if kind == "agree":
+            return group.agree(what="testing")
+        return group.scatter([b"x"] * 3 if group.is_coordinator else None, what="testing")
+
+    def work(group: Group) -> Any:
+        group.agree(what="testing")
+        first = None
+        if group.rank == leaver:
+            group.leave(SystemExit(3), what="the test")
+        else:
+            if group.is_coordinator:
+                group.transport.get("g/2/lost", 20.0)
+            first = outcome(lambda: call(group))
+        return first, group.gather_all(b"%d" % group.rank, what="testing")
+
+    for rank, (first, then) in enumerate(on_ranks(3, work)):
+        assert then == [b"0", b"1", b"2"]
+        assert first == (None if rank == leaver else (*LEFT[:2], leaver))
+
+
+def test_who_leaves_after_the_coordinator_has_answered_is_named_at_the_call_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_module, "LOOK_S", 0.05)
+    space = MemoryTransport()
+    coordinator, other = (Group(rank, 2, space, "g", 20.0) for rank in range(2))
+    coordinator.scatter([b"a", b"b"], what="testing")
+    other.leave(SystemExit(3), what="the test")
+    assert outcome(lambda: coordinator.agree(what="testing")) == LEFT
+    # Told once, it is not told again of the call after that.
+    coordinator.timeout_s = 0.3
+    assert outcome(lambda: coordinator.agree(what="testing"))[0] is CommitTimeoutError
+
+
+def test_an_error_keeps_its_class_where_a_rank_leaves_by_it() -> None:
+    def work(group: Group) -> Any:
+        if group.rank == 1:
+            return group.leave(CorruptCheckpointError("block differs"), what="the test")
+        return outcome(lambda: group.agree(what="testing"))
+
+    assert on_ranks(2, work) == [(CorruptCheckpointError, "block differs", 1), None]
+
+
+def test_some_ranks_hear_of_one_that_leaves_while_they_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "LOOK_S", 0.05)
+
+    def work(group: Group) -> Any:
+        if group.rank == 1:
+            return group.leave(SystemExit(3), what="the test")
+        return outcome(lambda: group.among([0, 1, 2], b"x", "cell", what="testing"))
+
+    for result in (one for one in on_ranks(3, work) if one is not None):
+        assert result == (StoppedByPeerError, *LEFT[1:])
+
+
+def test_an_error_names_the_rank_that_met_it_beside_the_one_it_is_about() -> None:
+    def work(group: Group) -> Any:
+        error = CorruptCheckpointError("block differs", rank=0)
+        return group.agree(Failure.of(error, 2) if group.rank == 2 else None, what="testing")
+
+    for error in on_ranks(3, work):
+        assert (error.rank, error.met_by) == (0, 2)
+        assert str(error) == "block differs [rank 0, met by rank 2]"
+        assert Failure.of(error, 1).met_by == 2
