@@ -192,7 +192,7 @@ def _section(
         Target(
             "memory of a save beside its arena",
             f"{_mib(most)} at the peak ({costly[0]}, arena's pages {PAGES[costly[1]]}), trainer and writer "
-            "together",
+            "together, beyond what the two have between saves",
             f"≤ {_mib(BESIDE_ARENA_NBYTES)}",
             most <= BESIDE_ARENA_NBYTES,
         ),

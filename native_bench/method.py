@@ -16,7 +16,9 @@ def chapter(results: Results) -> str:
         "saves, restores with the page cache dropped, restores with it filled, and has every byte compared; "
         "the order rotates. The state is looked at before each save, as by a training step, the target "
         "overwritten before each restore, and loaders that return tensors of their own have theirs copied "
-        "into it, since that is where a training process needs them. Of two ranks the slower one counts. "
+        "into it, since that is where a training process needs them. What they have freed goes back to the "
+        "system after each turn, so that such a loader pays for fresh pages in each. Of two ranks the slower "
+        "one counts. "
         "Figures are medians, with the middle half of the samples in brackets; the first save and restore of "
         "each process are not counted. The farther a system is behind, the fewer rounds it has, unless a "
         "target is about it.",

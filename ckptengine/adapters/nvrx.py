@@ -143,7 +143,9 @@ class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no 
         if process is not None and process.is_alive():
             if not abort:
                 logger.warning(
-                    "writer process %s did not end within %g s and is killed", process.pid, timeout_s
+                    "writer process %s did not end within %g s (is the machine busy?) and is killed",
+                    process.pid,
+                    timeout_s,
                 )
             process.kill()
             process.join(KILL_TIMEOUT_S)
