@@ -16,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from ckptengine.adapters import c10d
-from ckptengine.adapters.delivery import Priority
+from ckptengine.adapters.delivery import Priority, priority_of
 from ckptengine.adapters.guard import wait_for_copies
 from ckptengine.catalog.catalog import latest, list_steps, next_life
 from ckptengine.comm.group import Failure, Group
@@ -234,7 +234,7 @@ class Checkpointer:
         `handle.result()` does. What uses a parameter outside of its module's forward has to call
         `handle.wait(module)` before. Once the call has returned there is no falling back to an older step.
         priority: what to read first instead: patterns of FQNs, or a function that gives a number for an FQN,
-        the lowest first.
+        the lowest first. Only with streaming.
 
         Raises `CheckpointNotFoundError` if nothing was ever committed, `StateMismatchError` listing every
         difference (the target is untouched, unless tensors of it share memory and were stored with different
@@ -252,6 +252,11 @@ class Checkpointer:
             partial = Partial.of(
                 include=include, exclude=exclude, parameters_only=parameters_only, rename=rename, cast=cast
             )
+            first = priority_of(priority)
+            if first is not None and not streaming:
+                raise ValueError(
+                    "priority says what a streaming restore reads first: pass streaming=True, or no priority"
+                )
             options = RestoreOptions(strict, verify, PerRankPolicy.of(per_rank), partial)
         except Exception as error:
             self._group.leave(error, what=_RESTORE)
@@ -270,7 +275,7 @@ class Checkpointer:
                         *target,
                         sharing=lambda: Sharing(self._group, self.config, self._rates, self._network),
                     )
-                self._restoring = begin_restore(*target, priority=priority)
+                self._restoring = begin_restore(*target, priority=first)
                 return self._restoring
         finally:
             recorder.flush()

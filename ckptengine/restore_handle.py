@@ -29,7 +29,7 @@ class RestoreHandle:
         patterns of FQNs, as `"model.embed"` or `["*.bias"]`; None: all. Only `result` loads an optimizer.
 
         Raises the error that ended the reading, `CommitTimeoutError` when `timeout` passes first, and
-        `ValueError` for a pattern that nothing has.
+        `ValueError` for a pattern that nothing has, and for a module that is not of the state.
         """
         if not self._stream.wait_for(what, timeout):
             raise CommitTimeoutError(

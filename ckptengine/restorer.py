@@ -23,6 +23,7 @@ import msgspec
 from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.delivery import Priority
 from ckptengine.adapters.gates import gates_of, modules_in, touched_by_strangers
+from ckptengine.adapters.holders import holders_in
 from ckptengine.adapters.matching import Differences
 from ckptengine.adapters.restore import Match, RestoreTarget, mismatch
 from ckptengine.adapters.world import World
@@ -300,6 +301,7 @@ def _stream_step(
                     assignment.world_size,
                     match.delivery(gates, touched_by_strangers(modules), priority),
                     gates,
+                    holders_in(modules),
                     shards.readers(match, run.options.verify, opened),
                     RollCall(group.rank, group.world_size, group.transport, group.key("stream")),
                     group.rank,

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckptengine.adapters.delivery import Batch, Delivery
 from ckptengine.adapters.gates import Gate, anything_was_compiled, memory_of_module
+from ckptengine.adapters.holders import Holder, check_in_place
 from ckptengine.adapters.pre_forward import Hooks
 from ckptengine.comm.group import COORDINATOR, Failure
 from ckptengine.comm.rollcall import RollCall
@@ -24,7 +25,7 @@ from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.info import RestoreInfo
 from ckptengine.read.arrivals import LOOK_S
 from ckptengine.read.ordered import OrderedRead, Shard, deliver
-from ckptengine.read.patterns import matches
+from ckptengine.read.patterns import matches, patterns_of
 from ckptengine.read.reader import ShardReader
 from ckptengine.read.tally import ReadStats
 from ckptengine.tracing.recorder import span
@@ -76,9 +77,9 @@ class Stream:
     """One rank's reading behind its training: `read_early` in the call, then `start`, and in any case
     `finish` or `abandon`.
 
-    world_size: how many ranks saved the step. shards: open; what holds them, and whatever else `held` has, is
-    let go of at the end. timeout_s: for the slowest rank to have read all once this one has, and for a block
-    to be read.
+    world_size: how many ranks saved the step. holders: all modules of the state. shards: open; what holds
+    them, and whatever else `held` has, is let go of at the end. timeout_s: for the slowest rank to have read
+    all once this one has, and for a block to be read.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Stream:
         world_size: int,
         delivery: Delivery,
         gates: Sequence[Gate],
+        holders: Sequence[Holder],
         shards: Mapping[Shard, ShardReader],
         rollcall: RollCall,
         rank: int,
@@ -101,6 +103,7 @@ class Stream:
         self._delivery = delivery
         self._arrivals = delivery.arrivals
         self._gates = gates
+        self._holders = holders
         self._shards = shards
         self._rollcall = rollcall
         self._rank = rank
@@ -118,6 +121,7 @@ class Stream:
         self._news = threading.Event()
         self._settled = threading.Event()
         self._finishing = threading.RLock()
+        self._applying = False
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._info: RestoreInfo | None = None
@@ -147,15 +151,15 @@ class Stream:
         self._agree = agree
         self._held = held
         parcels = self._delivery.parcels
-        gates = [
-            (gate, sorted({parcel for memory in gate.memory for parcel in parcels.within(memory)}))
-            for gate in self._gates
-        ]
+        gates = [(gate, parcels.holding(gate.memory)) for gate in self._gates]
+        modules = [(one.module, parcels.holding(one.memory)) for one in self._holders]
         self._hooks = Hooks(
             [(gate, needed) for gate, needed in gates if needed],
+            [(module, needed) for module, needed in modules if needed],
+            self._delivery.optimizers,
             self._arrivals,
             self.wait,
-            lambda: self.finish(in_step=True),
+            self._finish_before,
         )
         _live.append(self)
         self._reader = threading.Thread(target=self._read, name="ckptengine-stream", daemon=True)
@@ -294,8 +298,13 @@ class Stream:
         parcels = self._delivery.parcels
         memory = memory_of_module(what)
         if memory is not None:
-            return [parcel for one in memory for parcel in parcels.within(one)]
-        patterns = [what] if isinstance(what, str) else list(what)
+            held = parcels.holding(memory)
+            if not held and not any(one.module is what for one in self._holders):
+                raise ValueError(
+                    f"nothing is restored to this {type(what).__name__}, which is no module of the state"
+                )
+            return held
+        patterns = patterns_of(what, "what to wait for")
         wanted: list[int] = []
         for pattern in patterns:
             found = [parcel for name, parcel in parcels.of_name.items() if matches(pattern, name)]
@@ -336,10 +345,21 @@ class Stream:
             self._end(in_step)
             return self._info
 
+    def _finish_before(self) -> None:
+        """Before an optimizer's step, and what takes or changes its state; not before what is done here."""
+        with self._finishing:
+            if not self._applying:
+                self.finish(in_step=True)
+
     def _apply(self) -> None:
         assert self._hooks is not None
         self._hooks.let_pass()
-        self._delivery.apply_late()
+        check_in_place(self._holders, self._delivery.parcels)
+        self._applying = True
+        try:
+            self._delivery.apply_late()
+        finally:
+            self._applying = False
 
     def abandon(self) -> None:
         """Let everybody go; whatever has not been read will not be."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,13 @@ def ends(work: Callable[[], object]) -> threading.Event:
 
 
 def hooks_of(module: nn.Module) -> int:
-    return sum(len(one._forward_pre_hooks) for one in module.modules())
+    return sum(
+        len(one._forward_pre_hooks)
+        + len(one._state_dict_pre_hooks)
+        + len(one._load_state_dict_pre_hooks)
+        + len(one.__dict__.keys() & {"_apply", "__reduce_ex__"})
+        for one in module.modules()
+    )
 
 
 def shard_of(ckpt: ck.Checkpointer, step: int) -> Path:
@@ -557,6 +564,224 @@ def test_compiled_modules_compute_with_what_was_restored(ckpt: ck.Checkpointer, 
     torch.compiler.reset()
 
 
+# --- what else takes or changes what is restored --------------------------------------------------
+
+
+def test_a_copy_of_a_modules_state_waits_for_it(ckpt: ck.Checkpointer, saved: Job) -> None:
+    job = Job(2)
+    copies: list[dict[str, torch.Tensor]] = []
+    with held_blocks("model.3", LATE) as gate:
+        handle = ckpt.restore(job.state, streaming=True)
+        waits = ends(lambda: copies.append(copy.deepcopy(job.model.state_dict())))
+        assert not waits.wait(0.1)
+        gate.release("model.3")
+        assert waits.wait(IN_TIME_S)
+        assert not handle.done()
+        copied = copy.deepcopy(job.model)
+        assert hooks_of(job.model) == hooks_of(copied) == 0
+        gate.open()
+        handle.result()
+    for name, tensor in saved.model.state_dict().items():
+        assert torch.equal(copies[0][name], tensor)
+        assert torch.equal(copied.state_dict()[name], tensor)
+
+
+def test_a_compiled_modules_parts_wait_for_their_states_too(ckpt: ck.Checkpointer, saved: Job) -> None:
+    torch.compiler.reset()
+    job = Job(2)
+    job.model.compile(backend="eager")
+    with held_blocks("model") as gate:
+        handle = ckpt.restore(job.state, streaming=True)
+        threading.Timer(0.1, gate.open).start()
+        taken = {name: value.clone() for name, value in job.model[3].state_dict().items()}
+        handle.result()
+    assert torch.equal(taken["weight"], saved.model[3].weight)
+    assert hooks_of(job.model) == 0
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_is_loaded_into_a_module_meanwhile_stays(
+    ckpt: ck.Checkpointer, saved: Job, assign: bool
+) -> None:
+    job, own = Job(2), layers(7).state_dict()
+    with held_blocks("model") as gate:
+        handle = ckpt.restore(job.state, streaming=True)
+        threading.Timer(0.1, gate.open).start()
+        job.model.load_state_dict(own, assign=assign)
+        handle.result()
+    assert hooks_of(job.model) == 0
+    assert all(torch.equal(value, own[name]) for name, value in job.model.state_dict().items())
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, nn.Module.share_memory])
+def test_a_modules_memory_is_exchanged_once_it_is_there(
+    ckpt: ck.Checkpointer, saved: Job, change: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Its old memory, which `share_memory` gives back, would be written to."""
+    job = Job(2)
+    with held_blocks("model", LATE) as gate:
+        handle = ckpt.restore(job.state, streaming=True)
+        waits = ends(lambda: change(job.model))
+        assert not waits.wait(0.1)
+        gate.open()
+        assert waits.wait(IN_TIME_S)
+        handle.result()
+    assert hooks_of(job.model) == 0
+    for own, wanted in zip(job.model.parameters(), saved.model.parameters(), strict=True):
+        assert torch.equal(own, wanted.to(own.dtype))
+        assert own.is_shared() == (change is nn.Module.share_memory)
+
+
+def test_a_module_is_refused_for_sharing_before_its_memory_is_touched(
+    ckpt: ck.Checkpointer, saved: Job
+) -> None:
+    """Other processes get a module by a pickle that moves its tensors to shared memory on the way."""
+    job = Job(2)
+    with held_blocks("model") as gate:
+        handle = ckpt.restore(job.state, streaming=True)
+        with pytest.raises(ck.CheckpointError, match=r"handle\.wait"):
+            ForkingPickler.dumps(job.model)
+        assert not any(parameter.is_shared() for parameter in job.model.parameters())
+        gate.open()
+        handle.result()
+
+
+def test_an_optimizers_state_is_taken_once_it_is_there(ckpt: ck.Checkpointer, saved: Job) -> None:
+    job = Job(2)
+    with held_blocks(LATE) as gate:
+        handle = ckpt.restore(job.state, streaming=True)
+        with pytest.raises(ck.CheckpointError, match=r"an optimizer cannot be copied.*handle\.result"):
+            copy.deepcopy(job.optimizer)
+        threading.Timer(0.1, gate.open).start()
+        taken = job.optimizer.state_dict()["state"]
+    assert handle.done()
+    assert dict(flat(taken)).keys() == dict(flat(saved.optimizer.state_dict()["state"])).keys()
+    assert "state_dict" not in job.optimizer.__dict__
+    copy.deepcopy(job.optimizer)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_what_is_loaded_into_an_optimizer_meanwhile_stays(
+    ckpt: ck.Checkpointer, saved: Job, pair: bool
+) -> None:
+    def state(job: Job) -> dict[str, Any]:
+        if pair:
+            return {"train": ck.training_state(job.model, job.optimizer)}
+        return {"model": job.model, "optimizer": job.optimizer}
+
+    ckpt.save(3, state(saved))
+    job, own = Job(2), Job(5)
+    for _ in range(4):
+        own.step()
+    handle = ckpt.restore(state(job), streaming=True)
+    job.optimizer.load_state_dict(own.optimizer.state_dict())
+    handle.result()
+    wanted = dict(flat(own.optimizer.state_dict()["state"]))
+    assert all(
+        torch.equal(tensor, wanted[name]) for name, tensor in flat(job.optimizer.state_dict()["state"])
+    )
+    assert not job.optimizer.__dict__.keys() & {"state_dict", "load_state_dict", "__reduce_ex__"}
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("hooked", [False, True], ids=["options early", "all late"])
+def test_other_parameter_groups_are_an_error_that_names_the_optimizer(
+    ckpt: ck.Checkpointer, saved: Job, pair: bool, hooked: bool
+) -> None:
+    def state(job: Job) -> dict[str, Any]:
+        if pair:
+            return {"train": ck.training_state(job.model, job.optimizer)}
+        return {"optimizer": job.optimizer}
+
+    ckpt.save(3, state(saved))
+    job = Job(2)
+    if hooked:
+        job.optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: None)
+    handle = ckpt.restore(state(job), streaming=True)
+    job.optimizer.add_param_group({"params": nn.Linear(4, 4).parameters()})
+    name = "train.optimizer" if pair else "optimizer"
+    for use in (job.optimizer.step, handle.result):
+        with pytest.raises(
+            ck.CheckpointError, match=rf"of '{name}' \(AdamW\).*: \[12, 2\].*\[12\]"
+        ) as caught:
+            use()
+        assert "add_param_group" in str(caught.value)
+    assert not job.optimizer.state
+
+
+def test_a_module_that_was_replaced_meanwhile_is_an_error(ckpt: ck.Checkpointer, saved: Job) -> None:
+    saved.model = nn.Sequential(nn.Sequential(saved.model[0], nn.Tanh()), saved.model[1])
+    ckpt.save(3, {"model": saved.model})
+    for name, change in {
+        "0.0": lambda model: model[0].__setitem__(0, nn.Linear(WIDTH, WIDTH)),
+        "0": lambda model: model.__setitem__(0, nn.Linear(WIDTH, WIDTH)),
+    }.items():
+        model = copy.deepcopy(saved.model)
+        handle = ckpt.restore({"model": model}, streaming=True)
+        change(model)
+        with pytest.raises(ck.CheckpointError, match=rf"modules of the state were replaced.*: {name};"):
+            handle.result()
+
+
+def test_a_module_that_leaves_nothing_unrestored_may_be_replaced(ckpt: ck.Checkpointer, saved: Job) -> None:
+    ckpt.save(3, {"model": saved.model})
+    model = layers(2)
+    handle = ckpt.restore({"model": model}, streaming=True, exclude="model.4")
+    model[0] = nn.Sequential(model[0], nn.Linear(WIDTH, WIDTH))  # wrapped, with something new
+    model[1] = nn.Identity()
+    del model[5]
+    model[2], model[3] = model[3], model[2]
+    model[4] = nn.Linear(WIDTH, WIDTH)  # what was excluded
+    handle.result()
+    assert torch.equal(model[0][0].weight, saved.model[0].weight)
+    assert torch.equal(model[2].weight, saved.model[3].weight)
+    assert hooks_of(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("priority", "error", "said"),
+    [
+        (3, TypeError, "priority is a pattern of names, or several, not 3"),
+        (["model", 3], TypeError, "priority is a pattern of names, or several, not"),
+        (lambda name: "first", TypeError, "priority gave 'first' for 'model.0.bias', not a number"),
+        (lambda name: float("nan"), ValueError, "priority gave nan for 'model.0.bias'"),
+    ],
+)
+def test_a_priority_that_is_none(
+    ckpt: ck.Checkpointer, saved: Job, priority: Any, error: type[Exception], said: str
+) -> None:
+    job = Job(2)
+    with pytest.raises(error, match=said):
+        ckpt.restore({"model": job.model}, streaming=True, priority=priority, include="model.0")
+    assert hooks_of(job.model) == 0
+
+
+def test_a_priority_is_refused_without_streaming(ckpt: ck.Checkpointer, saved: Job) -> None:
+    job = Job(2)
+    before = job.bits()
+    with pytest.raises(ValueError, match="streaming=True"):
+        ckpt.restore(job.state, priority=["model"])  # type: ignore[call-overload]
+    assert job.bits() == before
+
+
+def test_a_module_of_another_state_is_not_waited_for(ckpt: ck.Checkpointer, saved: Job) -> None:
+    model = nn.Sequential(*layers(2), nn.ReLU())
+    ckpt.save(3, {"model": model})
+    with held_blocks("model.3") as gate:
+        handle = ckpt.restore({"model": model}, streaming=True, exclude="model.5")
+        with pytest.raises(ValueError, match="nothing is restored to this Linear"):
+            handle.wait(nn.Linear(2, 2))
+        with pytest.raises(TypeError, match="what to wait for is a pattern of names, or several, not 3"):
+            handle.wait(3)
+        handle.wait(model[5])
+        handle.wait(model[6])
+        with pytest.raises(ck.CommitTimeoutError):
+            handle.wait(nn.Sequential(nn.Linear(2, 2), model), timeout=0.05)
+        gate.open()
+        handle.result()
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -587,11 +812,12 @@ def test_damage_to_the_optimizers_state_surfaces_at_its_step(ckpt: ck.Checkpoint
     with held_blocks("optimizer.state.6") as gate:
         ckpt.restore(job.state, streaming=True)
         job.loss().backward()
-        before = job.bits()
+        before = [parameter.detach().clone() for parameter in job.model.parameters()]
         gate.open()
-        with pytest.raises(ck.CorruptCheckpointError, match=r"optimizer\.state\.6\.exp_avg_sq"):
-            job.optimizer.step()
-    assert job.bits() == before
+        for use in (job.optimizer.step, job.optimizer.state_dict):
+            with pytest.raises(ck.CorruptCheckpointError, match=r"optimizer\.state\.6\.exp_avg_sq"):
+                use()
+    assert all(map(torch.equal, job.model.parameters(), before))
     assert not job.optimizer.state
     assert ckpt.restore(job.state).step == 1
 

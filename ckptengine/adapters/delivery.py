@@ -7,12 +7,13 @@ that is loaded at the end: the optimizers'.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import numpy as np
 import torch
@@ -25,14 +26,14 @@ from ckptengine.adapters.rounds import BUFFER_NBYTES, Piece, Then
 from ckptengine.format.limits import round_up
 from ckptengine.read.arrivals import Arrivals
 from ckptengine.read.ordered import OrderedRead, Shard, Wanted, in_order
-from ckptengine.read.patterns import matches
+from ckptengine.read.patterns import matches, patterns_of
 from ckptengine.read.plan import Destination
 from ckptengine.read.reader import ShardReader
 
 EARLY_NBYTES = 64 << 20
 """An object whose state has more bytes of tensors gets it at the end."""
 
-Priority: TypeAlias = "Sequence[str] | Callable[[str], float] | None"
+Priority: TypeAlias = "str | Iterable[str] | Callable[[str], float] | None"
 """Patterns of FQNs, the first to be read first; or a number for each FQN, the lowest first."""
 
 Rank: TypeAlias = "tuple[float, float]"
@@ -81,6 +82,8 @@ class Delivery:
         )
         self._at_once: list[Callable[[], object]] = []
         self._at_last: list[Callable[[], object]] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        """Those that get their state at the end."""
         early: list[Memory] = list(soon)
         late: list[Memory] = []
         late_values: set[int] = set()
@@ -117,11 +120,12 @@ class Delivery:
         """Have an object loaded at the beginning, or at the end; returns what it needs for either, and the
         large values of the latter."""
         if load.optimizers:
+            self.optimizers += load.optimizers
             if load.large or not load.takes_options_early():
-                self._at_last.append(load)
+                self._at_last.append(load.held_to_groups(load))
                 return (), load.placements, load.large
             self._at_once.append(load.load_options)
-            self._at_last.append(load.load_state)
+            self._at_last.append(load.held_to_groups(load.load_state))
             options = load.for_options
             known = set(map(id, options))
             return options, [one for one in load.placements if id(one) not in known], ()
@@ -144,7 +148,7 @@ class Delivery:
         for i, parcel in enumerate(gated):
             ranks[parcel] = (_GATED, float(i))
         if callable(priority):
-            return [(_CHOSEN, min(float(priority(name)) for name in names)) for names in parcels.names]
+            return [(_CHOSEN, min(_number(priority, name) for name in names)) for names in parcels.names]
         for parcel, names in enumerate(parcels.names):
             for i, pattern in enumerate(priority or ()):
                 if any(matches(pattern, name) for name in names):
@@ -253,6 +257,21 @@ class Delivery:
             then(piece, piece.source(part))
             if stream is not None:
                 stream.synchronize()
+
+
+def priority_of(given: object) -> Priority:
+    """Raises `TypeError` if it is none."""
+    return given if given is None or callable(given) else patterns_of(given, "priority")
+
+
+def _number(priority: Callable[[str], float], name: str) -> float:
+    given: object = priority(name)
+    if not isinstance(given, SupportsFloat):
+        raise TypeError(f"priority gave {given!r:.80} for {name!r}, not a number")
+    number = float(given)
+    if math.isnan(number):
+        raise ValueError(f"priority gave {number} for {name!r}, which has no place in an order")
+    return number
 
 
 def _groups(pieces: Sequence[tuple[float, Piece]]) -> Iterator[list[tuple[float, Piece]]]:

@@ -12,6 +12,7 @@ import torch
 from ckptengine.adapters import objects
 from ckptengine.adapters.origin import Origin
 from ckptengine.adapters.placing import Placement
+from ckptengine.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +77,27 @@ class Load:
                 own.update(copy.deepcopy({key: value for key, value in stored.items() if key != "params"}))
                 own.update(kept)
 
+    def held_to_groups(self, load: Callable[[], object]) -> Callable[[], None]:
+        """`load`, for later; it raises if the optimizers' groups hold other parameters by then."""
+        then = [(optimizer, _groups(optimizer)) for optimizer in self.optimizers]
+
+        def checked() -> None:
+            for optimizer, groups in then:
+                now = _groups(optimizer)
+                if _ids(now) != _ids(groups):
+                    sizes = [list(map(len, each)) for each in (groups, now)]
+                    raise CheckpointError(
+                        f"the parameter groups of {self.name!r} ({type(optimizer).__name__}) were changed "
+                        f"while it was being restored: parameters per group: {sizes[1]}, in the call "
+                        f"{sizes[0]}; its state is not loaded",
+                        fqn=self.name,
+                        hint="add and change parameter groups (add_param_group) before the restore, as they "
+                        "were when it was saved, or after result()",
+                    )
+            load()
+
+        return checked
+
     def load_state(self) -> None:
         """All but the options, which stay as they are: a schedule may have moved on."""
         (optimizer,) = self.optimizers
@@ -86,3 +108,11 @@ class Load:
                 for own, stored in zip(optimizer.param_groups, loaded["param_groups"], strict=True)
             ]
             self.adapter.load({**loaded, "param_groups": groups})
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _ids(groups: list[list[torch.Tensor]]) -> list[list[int]]:
+    return [list(map(id, group)) for group in groups]

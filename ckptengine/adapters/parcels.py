@@ -57,6 +57,10 @@ class Parcels:
         first = bisect_right(self._stops, start)
         return range(first, max(first, bisect_left(self._starts, stop)))
 
+    def holding(self, memory: Iterable[Memory]) -> list[int]:
+        """The parcels that have a byte in any of these."""
+        return sorted({parcel for one in memory for parcel in self.within(one)})
+
     def of(self, tensors: Iterable[torch.Tensor]) -> Iterator[int]:
         """Of tensors of any kind, in their order; those that are not restored have none."""
         for tensor in tensors:

@@ -1,12 +1,13 @@
 """How does a module's forward wait for what is still being read, and an optimizer's step for all of it?
 
-A hook removes itself when what it waits for is there, so that nothing is left once all is.
+A hook removes itself when what it waits for is there, so that nothing is left once all is. For what else
+waits, see `other_uses`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckptengine.adapters.gates import Gate
+from ckptengine.adapters.other_uses import ModuleGuard, OptimizerGuard, copied
 from ckptengine.errors import CheckpointError
 from ckptengine.read.arrivals import Arrivals
 
@@ -26,8 +28,8 @@ _HINT = (
 
 
 class Hooks:
-    """The hooks of one restore. wait: returns when the parcels are there, or raises; finish: what an
-    optimizer's step waits for.
+    """The hooks of one restore. modules, optimizers: of the state; wait: returns when the parcels are there,
+    or raises; finish: what an optimizer's step waits for, and what takes or changes an optimizer's state.
 
     All methods are called on the training thread.
     """
@@ -35,13 +37,18 @@ class Hooks:
     def __init__(
         self,
         gates: Iterable[tuple[Gate, Sequence[int]]],
+        modules: Iterable[tuple[nn.Module, Sequence[int]]],
+        optimizers: Iterable[Optimizer],
         arrivals: Arrivals,
         wait: Wait,
         finish: Callable[[], object],
     ) -> None:
         self._finish = finish
         self._arrivals = arrivals
-        self._held = [_Held(gate, parcels, arrivals, wait) for gate, parcels in gates]
+        guards = {module: _Guarded(module, parcels, arrivals, wait) for module, parcels in modules}
+        self._held = [_Held(gate, parcels, arrivals, wait, guards) for gate, parcels in gates]
+        self._guarded = list(guards.values())
+        self._optimizers = [OptimizerGuard(optimizer, finish) for optimizer in optimizers]
         self._first = self._held[0].gate if self._held else None
         self._last: _Held | None = None
         self._step: Any = register_optimizer_step_pre_hook(self._before_step)
@@ -58,17 +65,22 @@ class Hooks:
         for one in held:
             if not one.try_pass():
                 self._held.append(one)
+        self._guarded = [one for one in self._guarded if not one.try_pass()]
 
     def leave(self, *, in_step: bool = False) -> None:
         """All is there, or all is over. in_step: from within an optimizer's step; torch goes through the
         hooks of it, so that it is the next forward that removes the last one."""
         for held in self._held:
             held.remove()
-        self._held = []
+        for guarded in self._guarded:
+            guarded.remove()
+        for optimizer in self._optimizers:
+            optimizer.remove()
+        self._held, self._guarded, self._optimizers = [], [], []
         if not in_step:
             self._leave_steps()
         elif self._first is not None and self._last is None:
-            self._last = _Held(self._first, (), self._arrivals, lambda parcels: self._leave_steps())
+            self._last = _Held(self._first, (), self._arrivals, lambda parcels: self._leave_steps(), {})
 
     def _leave_steps(self) -> None:
         if self._step is not None:
@@ -79,11 +91,50 @@ class Hooks:
             self._last = None
 
 
-class _Held:
-    """Holds a gate's module until its parcels are there."""
+class _Guarded:
+    """Holds what takes or changes a module's own tensors until their parcels are there.
 
-    def __init__(self, gate: Gate, parcels: Sequence[int], arrivals: Arrivals, wait: Wait) -> None:
+    gate: the module's, which is passed with it where it waits for no more than that.
+    """
+
+    def __init__(self, module: nn.Module, parcels: Sequence[int], arrivals: Arrivals, wait: Wait) -> None:
+        self.gate: _Held | None = None
+        self._parcels = parcels
+        self._arrivals = arrivals
+        self._wait = wait
+        self._guard = ModuleGuard(module, self._pass)
+
+    def _pass(self) -> None:
+        self._wait(self._parcels)
+        if self.gate is not None:
+            self.gate.try_pass()
+
+    def try_pass(self) -> bool:
+        there = self._arrivals.are_there(self._parcels)
+        if there:
+            self.remove()
+        return there
+
+    def remove(self) -> None:
+        self._guard.remove()
+
+
+class _Held:
+    """Holds a gate's module until its parcels are there. guards: of modules, those of its own go with it."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        parcels: Sequence[int],
+        arrivals: Arrivals,
+        wait: Wait,
+        guards: Mapping[nn.Module, _Guarded],
+    ) -> None:
         self.gate = gate
+        inside = gate.module.modules() if gate.whole else (gate.module,)
+        self._guards = [guards[module] for module in inside if module in guards]
+        for guard in self._guards:
+            guard.gate = self
         self._arrivals = arrivals
         self._passed = False
         self._parcels = parcels
@@ -117,6 +168,8 @@ class _Held:
             self._wait(self._parcels)
             self._check()
         self.remove()
+        for guard in self._guards:
+            guard.try_pass()
 
     def try_pass(self) -> bool:
         if not self._passed and self._arrivals.are_there(self._parcels):
@@ -141,17 +194,11 @@ class _Held:
             module._compiled_call_impl = self._compiled
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise _copied()
+        raise copied("a module")
 
     def __reduce__(self) -> NoReturn:
-        raise _copied()
+        raise copied("a module")
 
 
 def _disabled(function: Callable[[], None]) -> Callable[[], None]:
     return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _copied() -> CheckpointError:
-    return CheckpointError(
-        "a module cannot be copied or pickled while it is being restored", hint="call handle.wait() before"
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckptengine.read.patterns import matches_any
+from ckptengine.read.patterns import matches_any, patterns_of
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -45,8 +45,8 @@ class Partial:
         if rename is not None and not callable(rename):
             rename = _by_prefix(rename)
         return cls(
-            None if include is None else _patterns("include", include),
-            _patterns("exclude", exclude),
+            None if include is None else patterns_of(include, "include"),
+            patterns_of(exclude, "exclude"),
             parameters_only,
             rename,
             cast,
@@ -110,17 +110,6 @@ def other_prefix(here: Collection[str], stored: Collection[str]) -> tuple[str, s
 
 def _beginning(parts: list[str]) -> str:
     return "".join(f"{part}." for part in parts)
-
-
-def _patterns(what: str, patterns: object) -> tuple[str, ...]:
-    if isinstance(patterns, str):
-        return (patterns,)
-    if not isinstance(patterns, Iterable):
-        raise TypeError(f"{what} is a pattern of names, or several, not {patterns!r:.200}")
-    given = tuple(patterns)
-    if not all(isinstance(pattern, str) for pattern in given):
-        raise TypeError(f"{what} is a pattern of names, or several, not {given!r:.200}")
-    return given
 
 
 def _by_prefix(rename: object) -> Callable[[str], str]:
