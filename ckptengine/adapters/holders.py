@@ -60,7 +60,6 @@ def check_in_place(holders: Iterable[Holder], parcels: Parcels) -> None:
         raise CheckpointError(
             "modules of the state were replaced while it was being restored: "
             f"{', '.join(names[:_SHOWN])}{more}; what was read is not in those that are there now",
-            fqn=names[0],
             hint="replace modules before the restore or after result()",
         )
 

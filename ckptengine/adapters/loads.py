@@ -90,7 +90,6 @@ class Load:
                         f"the parameter groups of {self.name!r} ({type(optimizer).__name__}) were changed "
                         f"while it was being restored: parameters per group: {sizes[1]}, in the call "
                         f"{sizes[0]}; its state is not loaded",
-                        fqn=self.name,
                         hint="add and change parameter groups (add_param_group) before the restore, as they "
                         "were when it was saved, or after result()",
                     )

@@ -22,9 +22,7 @@ from ckptengine.read.arrivals import Arrivals
 Wait = Callable[[Sequence[int]], object]
 """Returns when the parcels are there, or raises."""
 
-_HINT = (
-    "exchange tensors (swap_tensors, .data, module.to, a new parameter) before the restore or after result()"
-)
+_HINT = "exchange tensors (swap_tensors, .data, a new parameter) before the restore or after result()"
 
 
 class Hooks:
