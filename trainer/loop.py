@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import ckptengine as ck
 from trainer.config import TrainConfig
@@ -70,10 +69,8 @@ class Run:
             seed=config.seed,
             noise=config.noise,
         )
-        # Of the module inside DDP, each rank stores its replica whole; names are the same with DDP.
-        bare = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         self.state: dict[str, Any] = {
-            "train": ck.training_state(bare, self.optimizer),
+            "train": ck.training_state(self.model, self.optimizer),
             "scheduler": self.scheduler,
             "loader": self.loader,
             "rng": RngState(),
