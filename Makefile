@@ -95,7 +95,7 @@ bench-quick: $(STAMP) ## the same at small sizes, with the peers at hand: is all
 	@$(BIN)/python -m native_bench run --quick --base --dir $(BENCH_DIR) --out bench-results/quick $(BENCH_ARGS)
 
 .PHONY: bench-guard
-bench-guard: $(STAMP) ## fail if the engine is farther from the limit than native_bench/baseline.json allows (five minutes)
+bench-guard: $(STAMP) ## fail if the engine is farther from the limit than native_bench/baseline.json allows (eight minutes)
 	@$(BIN)/python -m native_bench guard --dir $(BENCH_DIR) $(BENCH_ARGS)
 
 .PHONY: lint

@@ -23,7 +23,7 @@ MOST_TOLERANCE = 0.5
 SYSTEMS = ("engine", "engine-sync", "engine-overlap", "raw")
 CASES = ("large", "small", "two-ranks")
 ROUNDS = 4
-"""Together five minutes on two cores."""
+"""Together eight minutes on two cores."""
 
 Measure = Callable[[], Results]
 
