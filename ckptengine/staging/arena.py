@@ -44,7 +44,7 @@ _COLLAPSE_S_PER_GIB = 0.4
 _COLLAPSE_GRACE_S = 0.2
 _COLLAPSE_TRIAL_NBYTES = 32 << 20
 _NEARLY_ALL = 0.9
-_HINT = "free memory, raise the memory limit of the job, or use max_arenas=1"
+HINT = "free memory, raise the memory limit of the job, or use max_arenas=1"
 _HINTS = {
     errno.EFBIG: "raise the job's limit on file sizes (ulimit -f), which holds for shared memory, too",
     errno.EMFILE: "raise the job's limit on open files (ulimit -n)",
@@ -88,7 +88,7 @@ class Arena:
         if available is not None and nbytes + held_back > available:
             beside = f", and {held_back} must be left for writer processes" if held_back else ""
             raise SaveFailedError(
-                f"no memory for a snapshot of {capacity} bytes: {available} are available{beside}", hint=_HINT
+                f"no memory for a snapshot of {capacity} bytes: {available} are available{beside}", hint=HINT
             )
         fd = -1
         try:
@@ -104,7 +104,7 @@ class Arena:
             if isinstance(exc, OSError):
                 raise SaveFailedError(
                     f"no memory for a snapshot of {capacity} bytes: {exc.strerror}",
-                    hint=_HINTS.get(exc.errno or 0, _HINT),
+                    hint=_HINTS.get(exc.errno or 0, HINT),
                 ) from exc
             raise
 

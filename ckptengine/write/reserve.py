@@ -13,6 +13,7 @@ from ckptengine.codecs.zstd import context_nbytes
 from ckptengine.config import Config
 from ckptengine.errors import SaveFailedError
 from ckptengine.format.limits import PAGE, round_up
+from ckptengine.staging.arena import HINT
 from ckptengine.storage.headroom import available_memory
 from ckptengine.write.raw_block import buffer_nbytes
 
@@ -23,8 +24,6 @@ CPUs these are 150 MiB, for which its cgroup is charged 165; libraries for devic
 AROUND_NBYTES = 16 << 20
 """What trainer and writer take for a save beside the writer's buffers: threads, the header, the commit. By
 default these are 48 MiB, so that both stay within 64 MiB beside the arena."""
-
-HINT = "free memory, raise the memory limit of the job, or use max_arenas=1"
 
 
 def working_nbytes(config: Config) -> int:
