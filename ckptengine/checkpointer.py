@@ -19,7 +19,8 @@ from ckptengine.adapters import c10d
 from ckptengine.adapters.delivery import Priority, priority_of
 from ckptengine.adapters.guard import wait_for_copies
 from ckptengine.catalog.catalog import latest, list_steps, next_life
-from ckptengine.comm.group import Failure, Group
+from ckptengine.comm.failure import Failure
+from ckptengine.comm.group import Group
 from ckptengine.comm.same_options import SameOptions
 from ckptengine.comm.transport import FileTransport, Transport
 from ckptengine.config import EACH_RANKS_OWN, Config

@@ -21,7 +21,8 @@ import msgspec
 from ckptengine.adapters import worker
 from ckptengine.adapters.nvrx import WriterProcess
 from ckptengine.catalog.catalog import read_manifest
-from ckptengine.comm.group import COORDINATOR, Failure
+from ckptengine.comm.failure import Failure
+from ckptengine.comm.group import COORDINATOR
 from ckptengine.comm.transport import Transport
 from ckptengine.config import Config
 from ckptengine.errors import CheckpointError, CommitTimeoutError, SaveFailedError

@@ -19,7 +19,8 @@ from typing import Protocol
 
 import msgspec
 
-from ckptengine.comm.group import Group, StoppedByPeerError
+from ckptengine.comm.failure import StoppedByPeerError
+from ckptengine.comm.group import Group
 from ckptengine.config import Config
 from ckptengine.errors import CheckpointError
 from ckptengine.info import ExchangeInfo

@@ -28,7 +28,8 @@ from ckptengine.adapters.matching import Differences
 from ckptengine.adapters.restore import Match, RestoreTarget, mismatch
 from ckptengine.adapters.world import World
 from ckptengine.candidates import DAMAGE, Candidates, is_damage
-from ckptengine.comm.group import COORDINATOR, Failure, Group, StoppedByPeerError
+from ckptengine.comm.failure import Failure, StoppedByPeerError
+from ckptengine.comm.group import COORDINATOR, Group
 from ckptengine.comm.rollcall import RollCall
 from ckptengine.config import Config
 from ckptengine.errors import CheckpointError

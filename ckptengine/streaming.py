@@ -19,7 +19,8 @@ from ckptengine.adapters.delivery import Batch, Delivery
 from ckptengine.adapters.gates import Gate, anything_was_compiled, memory_of_module
 from ckptengine.adapters.holders import Holder, check_in_place
 from ckptengine.adapters.pre_forward import Hooks
-from ckptengine.comm.group import COORDINATOR, Failure
+from ckptengine.comm.failure import Failure
+from ckptengine.comm.group import COORDINATOR
 from ckptengine.comm.rollcall import RollCall
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.info import RestoreInfo

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckptengine.comm.group import Failure, Group
+from ckptengine.comm.failure import Failure
+from ckptengine.comm.group import Group
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.errors import CheckpointError, StorageError
 from ckptengine.info import CommitInfo, RestoreInfo, SaveTimes

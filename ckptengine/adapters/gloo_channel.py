@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in its __all__
 
-from ckptengine.comm.group import StoppedByPeerError
+from ckptengine.comm.failure import StoppedByPeerError
 from ckptengine.comm.transport import Transport
 from ckptengine.format.limits import PAGE
 from ckptengine.phases import GB

@@ -10,7 +10,8 @@ import signal
 import msgspec
 
 from ckptengine.adapters import c10d, lifeline
-from ckptengine.comm.group import COORDINATOR, Failure
+from ckptengine.comm.failure import Failure
+from ckptengine.comm.group import COORDINATOR
 from ckptengine.comm.transport import Transport
 from ckptengine.staging.arena import Arena, attach
 from ckptengine.storage.lustre_policy import Striping

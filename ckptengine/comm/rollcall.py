@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ckptengine.comm.group import COORDINATOR, Failure
+from ckptengine.comm.failure import Failure
+from ckptengine.comm.group import COORDINATOR
 from ckptengine.comm.transport import Transport
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ckptengine.comm.group import PeerLostError
+from ckptengine.comm.failure import PeerLostError
 from ckptengine.read.sharing import Turn
 from ckptengine.storage.direct import Memory
 

@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from ckptengine.comm.group import StoppedByPeerError
+from ckptengine.comm.failure import StoppedByPeerError
 from ckptengine.format.limits import PAGE, round_up
 from ckptengine.read.channel import StoppedHereError, lost, silent
 from ckptengine.read.sharing import Turn

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ckptengine.comm.group import Failure
+from ckptengine.comm.failure import Failure
 from ckptengine.format.names import AttemptId
 
 

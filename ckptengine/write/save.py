@@ -16,7 +16,8 @@ import msgspec
 
 from ckptengine.catalog.catalog import read_manifest
 from ckptengine.catalog.retention import RetentionPolicy, apply_retention
-from ckptengine.comm.group import COORDINATOR, Failure
+from ckptengine.comm.failure import Failure
+from ckptengine.comm.group import COORDINATOR
 from ckptengine.comm.transport import Transport
 from ckptengine.errors import CheckpointError, CommitTimeoutError, SaveFailedError
 from ckptengine.format.blocks import BlockTable

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ckptengine.comm.group import Failure
+from ckptengine.comm.failure import Failure
 from ckptengine.errors import CommitTimeoutError, SaveFailedError
 from ckptengine.staging.mark import REASON_NBYTES, StagedMark
 from ckptengine.tracing.recorder import span

@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from ckptengine.comm.group import Failure
+from ckptengine.comm.failure import Failure
 from ckptengine.comm.transport import Transport, wait_for
 from ckptengine.errors import SaveFailedError
 from ckptengine.tracing.recorder import flush_if_due, span

@@ -11,15 +11,10 @@ import msgspec
 import pytest
 
 from ckptengine.comm import group as group_module
-from ckptengine.comm.group import Failure, Group, PeerLostError, StoppedByPeerError
+from ckptengine.comm.failure import Failure, PeerLostError, StoppedByPeerError
+from ckptengine.comm.group import Group
 from ckptengine.comm.transport import MemoryTransport
-from ckptengine.errors import (
-    CheckpointError,
-    CommitTimeoutError,
-    CorruptCheckpointError,
-    StateMismatchError,
-    UnsupportedStateError,
-)
+from ckptengine.errors import CheckpointError, CommitTimeoutError, CorruptCheckpointError
 
 
 def on_ranks(
@@ -121,26 +116,6 @@ def test_what_a_rank_hears_of_an_agreement_does_not_grow_with_the_world() -> Non
     assert heard(500) == heard(2)
 
 
-def test_a_mismatch_keeps_its_lists_across_ranks() -> None:
-    error = StateMismatchError("differs", missing=("a",), unexpected=("b",), mismatched=("c: shape",))
-    other = Failure.of(error, 1).to_error()
-    assert isinstance(other, StateMismatchError)
-    assert (other.missing, other.unexpected, other.mismatched) == (("a",), ("b",), ("c: shape",))
-
-
-def test_a_foreign_exception_becomes_a_checkpoint_error_that_names_it() -> None:
-    error = Failure.of(ZeroDivisionError("division by zero"), 3).to_error()
-    assert type(error) is CheckpointError
-    assert "ZeroDivisionError: division by zero" in str(error)
-    assert error.rank == 3
-
-
-def test_a_failure_that_only_repeats_an_earlier_one_stays_so_across_ranks() -> None:
-    failure = Failure(kind="SaveFailedError", message="m", rank=1, repeated=True)
-    assert Failure.of(failure.to_error(), 0).repeated
-    assert not Failure.of(CheckpointError("m"), 0).repeated
-
-
 def test_a_lost_connection_is_a_checkpoint_error_that_says_what_was_going_on() -> None:
     class Gone(MemoryTransport):
         def set(self, key: str, value: bytes) -> None:
@@ -152,10 +127,6 @@ def test_a_lost_connection_is_a_checkpoint_error_that_says_what_was_going_on() -
     ):
         with pytest.raises(CheckpointError, match="while choosing a step: no such host"):
             call()
-
-
-def test_what_cannot_be_retried_stays_so_across_ranks() -> None:
-    assert not Failure.of(UnsupportedStateError("a lambda"), 0).to_error().retryable
 
 
 @pytest.mark.parametrize("absent", [(1,), (0,), (1, 2)])

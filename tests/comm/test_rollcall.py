@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptengine.comm.group import Failure
+from ckptengine.comm.failure import Failure
 from ckptengine.comm.rollcall import RollCall
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.errors import CorruptCheckpointError
