@@ -36,7 +36,7 @@ from ckptengine.staging.pool import ArenaPool
 from ckptengine.storage.failures import HINTS
 from ckptengine.storage.store import Store
 from ckptengine.tracing import recorder
-from ckptengine.watch import OUTCOME_GRACE_S, Around, Watch
+from ckptengine.watch import Around, Watch
 from ckptengine.write.messages import (
     Outcome,
     Ready,
@@ -47,6 +47,7 @@ from ckptengine.write.messages import (
 )
 from ckptengine.write.reserve import check_room, needed_nbytes
 from ckptengine.write.save import report_failure, step_path
+from ckptengine.write.waiting import OUTCOME_GRACE_S
 
 logger = logging.getLogger(__name__)
 

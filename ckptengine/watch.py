@@ -20,15 +20,13 @@ from ckptengine.errors import CheckpointError, CommitTimeoutError, SaveFailedErr
 from ckptengine.handle import SaveHandle
 from ckptengine.staging.status import StatusPage
 from ckptengine.write.messages import Outcome, SaveStatus, WriteTask
+from ckptengine.write.waiting import OUTCOME_GRACE_S, WRITER_GRACE_S
 
 POLL_FIRST_S = 0.002
 POLL_LAST_S = 0.01
 """A look costs 5 µs, and the wait for a commit is half of this too long on average."""
 START_TIMEOUT_S = 300.0
 """For a new writer's imports, which thousands of ranks may read from one file system at the same time."""
-OUTCOME_GRACE_S = 5.0
-"""How much longer than the coordinator the other ranks wait, so that its word arrives before their own
-deadline."""
 WATCHED_S = 1.0
 """What the time from one look to the next may add to a writer's silence. If it was longer, the trainer was
 stopped, and maybe the writer with it: a job may be suspended as a whole, and resumed."""
@@ -59,7 +57,7 @@ class Watch:
         self._task = task
         self._page = page
         self._config = config
-        self._deadline = deadline + (0.0 if task.rank == COORDINATOR else OUTCOME_GRACE_S)
+        self._deadline = deadline + WRITER_GRACE_S + (0.0 if task.rank == COORDINATOR else OUTCOME_GRACE_S)
         self._handle = handle
         self._seen: SaveStatus | None = None
         self._looked_at = time.monotonic()

@@ -13,10 +13,12 @@ import torch
 import ckptengine as ck
 from ckptengine import watch
 from ckptengine.adapters import worker
+from ckptengine.comm.group import Failure
 from ckptengine.errors import CheckpointError
 from ckptengine.staging.status import STATUS_NBYTES, StatusPage
 from ckptengine.watch import Around, Watch
 from ckptengine.write.messages import Outcome, SaveStatus, State
+from ckptengine.write.waiting import OUTCOME_GRACE_S, WRITER_GRACE_S
 from tests.helpers import writer_functions
 from tests.write.test_save import staged
 
@@ -105,6 +107,32 @@ def test_a_trainer_that_was_suspended_does_not_blame_the_writer(monkeypatch: pyt
     assert watched.after_one_look(1e6) is None
     assert watched.after(8) is None
     assert isinstance(watched.after(2), ck.CommitTimeoutError)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_writer_has_some_time_after_the_deadline_to_say_whom_it_waited_for(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(rank, "durable", monkeypatch)
+    writers_own = watched.task.deadline_unix + (OUTCOME_GRACE_S if rank else 0.0)
+    monkeypatch.setattr(watch.time, "time", lambda: writers_own + 1.0)
+    assert watched.after(0) is None
+    missing = Failure(kind="CommitTimeoutError", message="rank 7 did not come", rank=7)
+    watched.says(state="ended", outcome=Outcome(committed=False, failure=missing))
+    assert watched.after(0) == Outcome(committed=False, failure=missing)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_writer_that_speaks_is_given_up_all_the_same_soon_after_the_deadline(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(rank, "durable", monkeypatch)
+    watched.says()
+    ended = watched.task.deadline_unix + WRITER_GRACE_S + (OUTCOME_GRACE_S if rank else 0.0)
+    monkeypatch.setattr(watch.time, "time", lambda: ended + 0.1)
+    found = watched.after(0)
+    assert isinstance(found, ck.CommitTimeoutError)
+    assert "waiting for the " in str(found)
 
 
 # --- a real writer, stopped at a known place -------------------------------------------------------

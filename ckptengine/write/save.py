@@ -1,7 +1,8 @@
 """One attempt to save one step, as one rank's writer process goes through it: written → durable → committed.
 
 The coordinator's writer makes the attempt's directory, and after writing its own shard decides the outcome
-for all ranks. The other writers wait for that decision. Every wait ends at the task's deadline.
+for all ranks. The other writers wait for that decision. Every wait ends at the task's deadline, or
+soon after (`ckptengine.write.waiting`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ckptengine.write.reporting import Reporter
 from ckptengine.write.second_place import with_a_second_place
 from ckptengine.write.shard_writer import Compression, WrittenShard, write_shard
 from ckptengine.write.staged import waiting_for
-from ckptengine.write.waiting import wait_for_key
+from ckptengine.write.waiting import OUTCOME_GRACE_S, wait_for_key
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +283,9 @@ def _report_and_wait(
         transport.set_if_absent(failed_key(task.attempt), msgspec.msgpack.encode(receipt.failure))
     transport.set(receipt_key(task.attempt, task.rank), msgspec.msgpack.encode(receipt))
     try:
-        data = wait_for_key(transport, task, reporter.beat, outcome_key(task.attempt))
+        data = wait_for_key(
+            transport, task, reporter.beat, outcome_key(task.attempt), grace_s=OUTCOME_GRACE_S
+        )
         return msgspec.msgpack.decode(data, type=Outcome)
     except (TimeoutError, ConnectionError, CheckpointError) as error:
         # The coordinator may have died between publishing and telling; the manifest is the truth.

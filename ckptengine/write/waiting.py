@@ -1,4 +1,9 @@
-"""How does a writer wait for another rank? Until its deadline, or until it hears that waiting is in vain."""
+"""How does a writer wait for another rank? Until its deadline, or until it hears that waiting is in vain.
+
+All that wait for a save have the same deadline, and who gives up first says why the save failed. The one who
+knows most must be first: the coordinator's writer, which knows whose shard is missing; then its trainer; then
+the other ranks' writers, and their trainers last.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,19 @@ from ckptengine.write.reporting import Beat
 
 FAILURE_POLL_S = 0.5
 BEAT_S = 0.1
+OUTCOME_GRACE_S = 5.0
+"""How much longer than to the deadline the other ranks' writers wait for the coordinator's word."""
+WRITER_GRACE_S = 2.0
+"""How much longer than its writer a trainer waits, for the writer to say what it waited for in vain."""
 
 
-def wait_for_key(transport: Transport, task: WriteTask, beat: Beat, key: str, *failed_keys: str) -> bytes:
+def wait_for_key(
+    transport: Transport, task: WriteTask, beat: Beat, key: str, *failed_keys: str, grace_s: float = 0.0
+) -> bytes:
     """The value of `key`, once there is one; there are beats for as long as the transport answers.
 
     Raises the failure that one of `failed_keys`, or the run's `gone_key`, comes to hold first, and
-    `TimeoutError` at the task's deadline.
+    `TimeoutError` `grace_s` after the task's deadline.
     """
     looked = time.monotonic()
 
@@ -47,7 +58,7 @@ def wait_for_key(transport: Transport, task: WriteTask, beat: Beat, key: str, *f
         time.sleep(seconds)
 
     with span("wait for ranks", "wait", {"for": key.removeprefix(f"{task.attempt}/")}):
-        value = wait_for(peek, max(task.deadline_unix - time.time(), 0.001), sleep)
+        value = wait_for(peek, max(task.deadline_unix + grace_s - time.time(), 0.001), sleep)
     if value is None:
         raise TimeoutError(f"no value for {key!r} before the deadline")
     return value

@@ -306,6 +306,23 @@ def test_a_rank_that_never_reports_is_named_when_the_deadline_passes(tmp_path: P
     assert list_steps(PosixStore(), str(tmp_path)) == []
 
 
+def test_all_ranks_name_the_one_that_never_reports_though_their_own_deadlines_were_earlier(
+    tmp_path: Path,
+) -> None:
+    transport = MemoryTransport()
+
+    def save(rank: int, timeout_s: float) -> Outcome:
+        task, payload = staged(str(tmp_path), 1, rank, 1, ranks=3, timeout_s=timeout_s)
+        with holding(payload) as arena:
+            return run_save(task, PosixStore(), transport, arena, History())
+
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(save, [0, 1], [2.0, 1.0]))
+    for outcome in outcomes:
+        assert outcome.failure is not None
+        assert (outcome.failure.rank, outcome.failure.kind) == (2, "CommitTimeoutError")
+
+
 def test_a_coordinator_that_never_comes_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
     task, payload = staged(str(tmp_path), 1, 1, 1, ranks=RANKS, timeout_s=1.0)
     with holding(payload) as arena:
