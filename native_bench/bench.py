@@ -20,7 +20,7 @@ from native_bench.nursery import Nursery
 from native_bench.pace import enough
 from native_bench.peers.base import files_below
 from native_bench.plan import Plan
-from native_bench.results import NATIVE, CaseResult, Results, System, now
+from native_bench.results import NATIVE, CaseResult, Results, System, by_reason, now
 from native_bench.room import Memory, check_space, memory_of, that_fit
 from native_bench.team import Missing, Team, TeamError
 from native_bench.worker import Order
@@ -71,6 +71,10 @@ class Bench:
         wanted = [name for name in self.plan.systems if self.case.takes(name)]
         wanted, left_out = that_fit(self.case, self.result.nbytes, wanted)
         self.result.skipped.update(left_out)
+        apart = {name: self.case.apart[name] for name in self.plan.systems if not self.case.takes(name)}
+        for reason, names in by_reason({**apart, **left_out}).items():
+            are = "is" if len(names) == 1 else "are"
+            self.say(f"{self.case.name}: {', '.join(names)} {are} skipped: {reason}")
         self.memory = memory_of(self.case, self.result.nbytes, wanted)
         check_space(self.directory, self.result.nbytes, self.case)
         self.results.cases.append(self.result)
@@ -89,6 +93,9 @@ class Bench:
             for name in wanted:
                 self._begin(name)
             names = list(self.systems)
+            if not names:
+                self.say(f"{self.case.name}: nothing is left to measure")
+                return
             for number in range(1, self.plan.rounds + 1):
                 self.round = number
                 shift = (self.round - 1) * max(1, len(names) // self.plan.rounds)

@@ -11,7 +11,7 @@ from native_bench import method
 from native_bench.cases import FULL, GIB
 from native_bench.explained import anchor
 from native_bench.reached import Reached, limit_of, memcpy_of
-from native_bench.results import CaseResult, Results, System, quartiles
+from native_bench.results import CaseResult, Results, System, by_reason, quartiles
 from native_bench.sections import Section
 from native_bench.targets import (
     SAVE_OVERHEADS,
@@ -221,12 +221,13 @@ def _case(results: Results, case: CaseResult, images: Mapping[str, str]) -> str:
 
 def _left_out(case: CaseResult) -> list[str]:
     """Whatever has no figure here, by reason. Derived from all systems there are: none can go missing."""
-    reasons: dict[str, list[str]] = {}
     told = {system.name for system in case.systems if system.error}
-    for name, reason in {**case.skipped, **unmeasured(case)}.items():
-        if name not in told:
-            reasons.setdefault(reason, []).append(f"`{name}`")
-    return [f"Not measured: {', '.join(names)}: {method.cell(reason)}." for reason, names in reasons.items()]
+    unknown = {**case.skipped, **unmeasured(case)}
+    reasons = by_reason({name: reason for name, reason in unknown.items() if name not in told})
+    return [
+        f"Not measured: {', '.join(f'`{name}`' for name in names)}: {method.cell(reason)}."
+        for reason, names in reasons.items()
+    ]
 
 
 def _save_table(case: CaseResult) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -109,6 +109,14 @@ class Results(msgspec.Struct, kw_only=True):
             for system in result.systems
             if system.error
         ]
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Of systems that were not measured, and why: those of one reason together."""
+    found: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        found.setdefault(reason, []).append(name)
+    return found
 
 
 def now() -> str:

@@ -401,6 +401,32 @@ def test_systems_that_memory_has_no_room_for_are_left_out(
     assert list(out) == left_out
 
 
+def test_what_a_case_does_not_measure_is_said_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where nothing is left of what was asked for."""
+    given = ["run", "--quick", "--no-limits", "--cases", "small", "--dir", str(tmp_path)]
+    assert main([*given, "--out", str(tmp_path / "out"), "--systems", "dcp-2,raw,nvrx"]) == 0
+    said = capsys.readouterr().err
+    assert "small: dcp-2, nvrx are skipped: a quick run checks it in `large`\n" in said
+    (case,) = results.read(str(tmp_path / "out" / "results.json")).cases
+    assert [system.name for system in case.systems] == ["raw"]
+    assert main([*given, "--out", str(tmp_path / "none"), "--systems", "dcp-2"]) == 0
+    said = capsys.readouterr().err
+    assert "small: dcp-2 is skipped: a quick run checks it in `large`\n" in said
+    assert "small: nothing is left to measure\n" in said
+    assert "`dcp-2`" in (tmp_path / "none" / "report.md").read_text()
+
+
+def test_a_system_that_memory_has_no_room_for_is_said_to_be_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "that_fit", lambda case, nbytes, wanted: (["raw"], {"torch": "no room"}))
+    given = ["run", "--quick", "--no-limits", "--cases", "small", "--dir", str(tmp_path)]
+    assert main([*given, "--out", str(tmp_path / "out"), "--systems", "torch,raw"]) == 0
+    assert "small: torch is skipped: no room\n" in capsys.readouterr().err
+
+
 def test_too_little_memory_is_said_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
