@@ -3,54 +3,43 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
-import secrets
-import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, overload
 
-import msgspec
 import torch.distributed as dist
 
 from ckptengine.adapters import c10d
 from ckptengine.adapters.delivery import Priority, priority_of
 from ckptengine.adapters.guard import wait_for_copies
-from ckptengine.catalog.catalog import latest, list_steps, next_life
-from ckptengine.comm.failure import Failure
+from ckptengine.catalog.catalog import latest, list_steps
 from ckptengine.comm.group import Group
-from ckptengine.comm.same_options import SameOptions
-from ckptengine.comm.transport import FileTransport, Transport
-from ckptengine.config import EACH_RANKS_OWN, Config
-from ckptengine.errors import CheckpointError, CommitTimeoutError, StorageError
+from ckptengine.config import Config
+from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.format.names import RunId
 from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo, RestoreInfo
-from ckptengine.monitor import Run
+from ckptengine.opening import agree_on_setup, connect, exchange_directory, leave_exchange, open_root
 from ckptengine.read.partial import Partial, Rename
 from ckptengine.read.per_rank import PerRankPolicy, PerRankSpec
 from ckptengine.read_once import Rates, Sharing
 from ckptengine.restore_handle import RestoreHandle
 from ckptengine.restore_options import RestoreOptions
 from ckptengine.restorer import begin_restore, restore
+from ckptengine.run import Run
 from ckptengine.saver import Saver
 from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
 from ckptengine.storage.traced import TracedStore
 from ckptengine.streaming import end_failed_streams, finish_streams
 from ckptengine.tracing import recorder
-from ckptengine.write.messages import TransportSpec
 
 logger = logging.getLogger(__name__)
 
 _RESTORE = "the restore"
-EXCHANGE_PREFIX = ".exchange-"
 ABNORMAL_CLOSE_TIMEOUT_S = 30.0
-EXCHANGE_CLOSE_TIMEOUT_S = 5.0
-EXCHANGE_AGE_S = 7 * 86400.0
-"""After which an exchange directory that nobody has touched is a killed run's."""
 
 
 class Checkpointer:
@@ -81,14 +70,14 @@ class Checkpointer:
         self.config = config if config is not None else Config()
         self._store: Store = PosixStore(direct_io=self.config.direct_io)
         member = c10d.membership(process_group)
-        run = _open_root(self._store, self.root, member, self.config)
+        run = open_root(self._store, self.root, member, self.config)
         self.rank, self.world_size = member.rank, member.world_size
-        spec = member.spec(os.path.join(self.root, f"{EXCHANGE_PREFIX}{run}"), prefix=f"ckptengine/{run}/")
+        spec = member.spec(exchange_directory(self.root, run), prefix=f"ckptengine/{run}/")
         directory = None if self.config.trace is None else os.path.abspath(self.config.trace)
         self._run = Run(
             self.root, member.rank, member.world_size, self.config, RunId.parse(run), spec, directory
         )
-        self._transport = _connect(spec, member.rank)
+        self._transport = connect(spec, member.rank)
         self._group = Group(
             member.rank, member.world_size, self._transport, f"{run}/group", self.config.agree_timeout_s
         )
@@ -96,7 +85,7 @@ class Checkpointer:
         self._network = c10d.network(
             member, self._transport, f"{run}/exchange", self.config.restore_timeout_s
         )
-        self._agree_on_setup()
+        agree_on_setup(self.root, self.config, self._group)
         if directory is not None:
             self._store = TracedStore(self._store, self.root)
         self._saver = Saver(self._run, self._store, self._transport, process_group)
@@ -331,24 +320,6 @@ class Checkpointer:
             # deadline.
             self._close(ABNORMAL_CLOSE_TIMEOUT_S, f"the checkpointer was left by {type(error).__name__}")
 
-    def _agree_on_setup(self) -> None:
-        """What would make every later save fail on all ranks is an error on all of them now."""
-        failure = None
-        if not os.path.isdir(self.root):
-            error = StorageError(
-                "this rank does not see the checkpoint root that the coordinator made",
-                path=self.root,
-                hint="all ranks need the same shared file system at the same path",
-            )
-            failure = Failure.of(error, self.rank)
-        settings = {**msgspec.structs.asdict(self.config), "block_nbytes": self.config.shard_block_nbytes}
-        same = SameOptions(
-            "the ranks' Configs differ",
-            f"give all ranks the same; they may differ in {', '.join(EACH_RANKS_OWN)}",
-            {name: value for name, value in settings.items() if name not in EACH_RANKS_OWN},
-        )
-        self._group.summarise(same.own(), same.summary, failure, what="opening the checkpoint root")
-
     def _close(self, timeout_s: float | None, reason: str) -> None:
         self._closed = True
         atexit.unregister(self._close_at_exit)
@@ -363,7 +334,7 @@ class Checkpointer:
                 recorder.stop(self._trace)
         if self._network is not None:
             self._network.close()
-        _leave_exchange(self._run, self._transport)
+        leave_exchange(self._run, self._transport)
         self._transport.close()
 
     def _close_at_exit(self) -> None:
@@ -385,62 +356,3 @@ class Checkpointer:
                 path=self.root,
                 hint="save in the process that made it (async_save does not block), or make one here",
             )
-
-
-class _Hello(msgspec.Struct, frozen=True):
-    """The coordinator's first word to all ranks: who this run is, or why it cannot start."""
-
-    run: str = ""
-    failure: Failure | None = None
-
-
-def _open_root(store: PosixStore, root: str, member: c10d.Membership, config: Config) -> str:
-    """The id of the run that begins."""
-    message = None
-    if member.rank == 0:
-        try:
-            store.make_dirs(root)
-            _remove_old_exchanges(store, root)
-            hello = _Hello(str(RunId(next_life(store, root), int(time.time() * 1000), secrets.token_hex(4))))
-        except Exception as error:
-            if member.world_size == 1:
-                raise
-            hello = _Hello(failure=Failure.of(error, member.rank))
-        message = msgspec.msgpack.encode(hello)
-    hello = msgspec.msgpack.decode(member.say_hello(message, config.agree_timeout_s), type=_Hello)
-    if hello.failure is not None:
-        raise hello.failure.to_error()
-    return hello.run
-
-
-def _connect(spec: TransportSpec, rank: int) -> Transport:
-    try:
-        return c10d.connect(spec)
-    except ConnectionError as error:
-        raise StorageError(str(error), path=spec.directory or None, rank=rank) from error
-
-
-def _remove_old_exchanges(store: Store, root: str) -> None:
-    """Runs that were killed could not remove theirs. A living one touches its own at every save; it may
-    belong to another job, to which this one is only a reader."""
-    for entry in store.list(root):
-        path = os.path.join(root, entry.name)
-        with contextlib.suppress(OSError):
-            if (
-                entry.name.startswith(EXCHANGE_PREFIX)
-                and time.time() - os.stat(path).st_mtime > EXCHANGE_AGE_S
-            ):
-                FileTransport(path).remove()
-
-
-def _leave_exchange(run: Run, transport: Transport) -> None:
-    """Remove the exchange directory once every rank has said that it is done; else the next run does."""
-    if not isinstance(transport, FileTransport):
-        return
-    with contextlib.suppress(TimeoutError, ConnectionError):
-        transport.set(f"closed/{run.rank}", b"")
-        if run.is_coordinator:
-            deadline = time.monotonic() + EXCHANGE_CLOSE_TIMEOUT_S
-            for rank in range(run.world_size):
-                transport.get(f"closed/{rank}", max(deadline - time.monotonic(), 0.001))
-            transport.remove()

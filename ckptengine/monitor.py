@@ -24,12 +24,12 @@ from ckptengine.catalog.catalog import read_manifest
 from ckptengine.comm.failure import Failure
 from ckptengine.comm.group import COORDINATOR
 from ckptengine.comm.transport import Transport
-from ckptengine.config import Config
 from ckptengine.errors import CheckpointError, CommitTimeoutError, SaveFailedError
 from ckptengine.format.manifest import Manifest
-from ckptengine.format.names import AttemptId, RunId
+from ckptengine.format.names import AttemptId
 from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo
+from ckptengine.run import Run
 from ckptengine.snapshot import Staging
 from ckptengine.staging.arena import Arena
 from ckptengine.staging.pool import ArenaPool
@@ -40,7 +40,6 @@ from ckptengine.watch import Around, Watch
 from ckptengine.write.messages import (
     Outcome,
     Ready,
-    TransportSpec,
     WriteTask,
     outcome_key,
     ready_key,
@@ -56,24 +55,6 @@ CANCEL_TIMEOUT_S = 10.0
 """For a copy to stop between two pieces."""
 LOOK_TIMEOUT_S = 10.0
 """For the manifest to be looked at: a storage that hangs must not hold up the word that it does."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The facts of one Checkpointer that do not change. `root` is absolute."""
-
-    root: str
-    rank: int
-    world_size: int
-    config: Config
-    run: RunId
-    spec: TransportSpec
-    trace: str | None = None
-    """Where this process is traced to, and its writer is to be."""
-
-    @property
-    def is_coordinator(self) -> bool:
-        return self.rank == COORDINATOR
 
 
 @dataclass

@@ -21,7 +21,8 @@ from ckptengine.comm.transport import Transport
 from ckptengine.errors import CommitTimeoutError, SaveFailedError
 from ckptengine.format.names import AttemptId, check_step
 from ckptengine.handle import SaveHandle
-from ckptengine.monitor import Monitor, PendingSave, Run
+from ckptengine.monitor import Monitor, PendingSave
+from ckptengine.run import Run
 from ckptengine.snapshot import Behind, Snapshot, Staging, plan_snapshot
 from ckptengine.staging.arena import Arena
 from ckptengine.staging.pool import ArenaPool
