@@ -22,10 +22,10 @@ import msgspec
 
 from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.delivery import Priority
+from ckptengine.adapters.differences import Differences, mismatch
 from ckptengine.adapters.gates import gates_of, modules_in, touched_by_strangers
 from ckptengine.adapters.holders import holders_in
-from ckptengine.adapters.matching import Differences
-from ckptengine.adapters.restore import Match, RestoreTarget, mismatch
+from ckptengine.adapters.restore import Match, RestoreTarget
 from ckptengine.adapters.world import World
 from ckptengine.candidates import DAMAGE, Candidates, is_damage
 from ckptengine.comm.failure import Failure, StoppedByPeerError

@@ -15,25 +15,20 @@ import numpy as np
 from ckptengine.adapters import objects
 from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.delivery import Delivery, Priority
+from ckptengine.adapters.differences import mismatch
 from ckptengine.adapters.gates import Gate
 from ckptengine.adapters.leaves import Leaf, leaves_of
-from ckptengine.adapters.matching import KEEP, Differences, Matcher, Outcome
+from ckptengine.adapters.matching import Matcher
 from ckptengine.adapters.origin import Origin
 from ckptengine.adapters.parcels import Memory
 from ckptengine.adapters.placing import Placement, Plan, plan
 from ckptengine.adapters.rounds import Round
+from ckptengine.adapters.walk import KEEP, Outcome
 from ckptengine.adapters.world import World
-from ckptengine.errors import (
-    CorruptCheckpointError,
-    StateMismatchError,
-    UnsupportedFormatError,
-    UnsupportedStateError,
-)
+from ckptengine.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedStateError
 from ckptengine.format.entries import ShardHeader
 from ckptengine.read.partial import ALL, Partial
 from ckptengine.read.per_rank import PerRankChoices, PerRankPolicy
-
-_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,41 +240,3 @@ def _replicas(
             )
         leaves.append(leaf)
     return leaves
-
-
-def mismatch(
-    found: Differences, strict: bool, path: str | None, rank: int | None, *, touched: bool
-) -> StateMismatchError:
-    """The error that lists all differences."""
-    lines = [
-        *found.refused,
-        *found.mismatched,
-        *(f"{name}: not in the checkpoint" for name in found.missing if strict),
-        *(f"{name}: only in the checkpoint" for name in found.unexpected if strict),
-    ]
-    shown = lines[:_SHOWN]
-    if len(lines) > _SHOWN:
-        shown.append(f"and {len(lines) - _SHOWN} more")
-    hint = None
-    if found.refused:
-        hint = (
-            "of values that each rank had its own of, another number of ranks can take rank 0's or keep its "
-            'own: restore(per_rank="rank0"), "drop", or by name, as {"rng": "drop", "*": "error"}'
-        )
-    elif found.needless:
-        hint = "they were stored under the names that they have here: leave them out of `rename`"
-    elif found.rename:
-        hint = f"the names differ by a prefix only: pass rename={found.rename!r}"
-    elif not found.mismatched:
-        hint = "pass strict=False to leave keys that only one side has alone"
-    condition = "may hold parts of a newer step, which is damaged" if touched else "is unchanged"
-    return StateMismatchError(
-        f"the checkpoint does not fit the restore target, which {condition}, in {len(lines)} places:\n  "
-        + "\n  ".join(shown),
-        missing=tuple(found.missing),
-        unexpected=tuple(found.unexpected),
-        mismatched=(*found.refused, *found.mismatched),
-        path=path,
-        rank=rank,
-        hint=hint,
-    )
