@@ -8,7 +8,6 @@ rank, so ranks never wait for each other in a circle.
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
@@ -31,7 +30,7 @@ from ckptengine.run import Run
 from ckptengine.snapshot import Staging
 from ckptengine.staging.arena import Arena
 from ckptengine.staging.pool import ArenaPool
-from ckptengine.storage.failures import HINTS
+from ckptengine.storage.failures import HINTS, OUT_OF_FILES
 from ckptengine.storage.store import Store
 from ckptengine.tracing import recorder
 from ckptengine.watch import Around, Watch
@@ -94,11 +93,12 @@ class Monitor:
                 writer = WriterProcess(self._run.rank, worker.run, worker.warm_up)
                 writer.start()
             except OSError as error:
-                files = error.errno in (errno.EMFILE, errno.ENFILE)
                 raise SaveFailedError(
                     f"the writer process cannot be started: {error}",
                     rank=self._run.rank,
-                    hint=HINTS[error.errno or 0] if files else "raise the limit on processes or on memory",
+                    hint=HINTS[error.errno]
+                    if error.errno in OUT_OF_FILES
+                    else "raise the limit on processes or on memory",
                 ) from error
             self._writer = writer
 
