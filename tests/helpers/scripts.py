@@ -53,9 +53,10 @@ class Script:
         """Wait until it has printed `text`."""
 
         def said() -> bool:
+            ended = self.process.poll() is not None  # asked first: it may have said so just before
             if text in self.stdout:
                 return True
-            assert self.process.poll() is None, self.stdout + self.stderr
+            assert not ended, self.stdout + self.stderr
             return False
 
         wait_until(said, timeout_s)
