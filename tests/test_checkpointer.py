@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckptengine as ck
-from ckptengine import giving_up
+from ckptengine import monitor
+from ckptengine.adapters.nvrx import WriterProcess
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId
 from ckptengine.storage.posix import PosixStore
 from tests.adapters.fake import same
@@ -536,7 +537,7 @@ def test_retention_keeps_what_the_policy_says(
             assert same(restored(ckpt, step=step)[0], state_at(step))
 
 
-def wait_until(condition: Any, timeout_s: float = 20.0) -> bool:
+def wait_until(condition: Any, timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -1090,9 +1091,18 @@ def test_a_relative_root_stays_what_it_was(tmp_path: Path, monkeypatch: pytest.M
 
 
 def kill_while_saving(ckpt: ck.Checkpointer, step: int) -> ck.SaveHandle:
-    """A save whose writer is killed before it has written a byte."""
-    with stopped_writer(ckpt):
+    """A save whose writer is killed when it has been given it and before it has written a byte."""
+    has_it, give = threading.Event(), WriterProcess.async_save
+
+    def giving(self: WriterProcess, task: bytes) -> None:
+        give(self, task)
+        has_it.set()
+
+    with stopped_writer(ckpt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WriterProcess, "async_save", giving)
         handle = ckpt.async_save(step, state_at(step))
+        # A writer that has died before is replaced, and the save goes on.
+        assert has_it.wait(60)
         assert ckpt.writer_pid is not None
         os.kill(ckpt.writer_pid, signal.SIGKILL)
     assert wait_until(handle.done)
@@ -1175,8 +1185,8 @@ def test_a_storage_that_hangs_does_not_hold_up_the_word_that_a_save_has_failed(
         answers.wait(60)
         raise FileNotFoundError
 
-    monkeypatch.setattr(giving_up, "read_manifest", hang)
-    monkeypatch.setattr(giving_up, "LOOK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(monitor, "read_manifest", hang)
+    monkeypatch.setattr(monitor, "LOOK_TIMEOUT_S", 0.2)
     try:
         with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
             handle = kill_while_saving(ckpt, 1)
@@ -1228,8 +1238,6 @@ def test_leaving_by_an_exception_keeps_the_exception_and_the_save(tmp_path: Path
 def test_a_checkpointer_leaves_no_process_thread_or_descriptor_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptengine.adapters.nvrx import WriterProcess
-
     monkeypatch.setattr("ckptengine.monitor.WriterProcess", WriterProcess)
 
     def held() -> tuple[int, int]:

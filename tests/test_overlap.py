@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from ckptengine import checkpointer as checkpointer_module
 from ckptengine.adapters import guard
 from tests.adapters.fake import same
 from tests.helpers.gates import IN_TIME_S, Gate, held_copies
+from tests.helpers.ranks import wait_until
 
 SOON_S = 0.1
-"""In which a thread that need not wait would be done."""
+"""In which a thread that need not wait any longer would be done."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +95,21 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
 
 
 def waits(thread: threading.Thread) -> bool:
+    """Does it come to wait for another thread, and go on doing so?"""
+    wait_until(lambda: is_waiting(thread) or not thread.is_alive(), IN_TIME_S)
     thread.join(SOON_S)
     return thread.is_alive()
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    code = position(thread)[0]
+    return code is not None and (code.co_filename, code.co_name) == (threading.__file__, "wait")
+
+
+def position(thread: threading.Thread) -> tuple[CodeType | None, int | None]:
+    """The function that it is in, and the line there."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return (None, None) if frame is None else (frame.f_code, frame.f_lineno)
 
 
 def ends(thread: threading.Thread) -> bool:
@@ -388,23 +403,28 @@ def test_an_operation_in_flight_is_waited_for(monkeypatch: pytest.MonkeyPatch, j
     read_end, write_end = os.pipe()
     made, ended = threading.Event(), threading.Event()
     watched: list[guard.Guard] = []
+    in_read: list[int] = []
 
     def trainer() -> None:
         flat = flatten(job.state)
         watched.append(guard.Guard(flat.items, flat.optimizers))
         made.set()
+        in_read.append(sys._getframe().f_lineno + 1)
         os.read(read_end, 1)  # like a kernel: no Python runs meanwhile
         ended.wait(IN_TIME_S)
 
     thread = in_thread(trainer)
     try:
         assert made.wait(IN_TIME_S)
-        time.sleep(SOON_S / 2)
+        wait_until(lambda: position(thread) == (trainer.__code__, *in_read))
         settling = in_thread(watched[0]._settle)
-        assert waits(settling)
+        wait_until(lambda: position(settling)[0] in (guard.Guard._settle.__code__, None))
+        settling.join(SOON_S)
+        assert settling.is_alive()
         os.write(write_end, b"x")
         assert ends(settling)
         # And one that waits for another thread is in no operation.
+        wait_until(lambda: is_waiting(thread))
         assert ends(in_thread(watched[0]._settle))
     finally:
         ended.set()
@@ -481,7 +501,7 @@ def test_wait_staged_waits_no_longer_than_it_is_told(ckpt: ck.Checkpointer, gate
 
 def test_a_copy_that_takes_longer_than_the_deadline_fails_the_save(tmp_path: Path, job: Job) -> None:
     with held_copies() as gate:
-        with ck.Checkpointer(tmp_path, config=config(on_error="warn", commit_timeout_s=0.3)) as ckpt:
+        with ck.Checkpointer(tmp_path, config=config(on_error="warn", commit_timeout_s=3.0)) as ckpt:
             handle = ckpt.async_save(1, job.state)
             gate.wait_reached()
             step = in_thread(job.optimizer.step)
@@ -565,8 +585,17 @@ def test_a_fork_steps_without_waiting(ckpt: ck.Checkpointer, gate: Gate, job: Jo
 
 
 LEAVES = """
-import sys, torch, ckptengine as ck
+import sys, threading, time, torch, ckptengine as ck
 from ckptengine.adapters import guard
+
+leaving, copy_items = threading.Event(), guard.copy_items
+
+def copy_when_it_leaves(*args, **options):
+    leaving.wait()
+    time.sleep(0.2)
+    copy_items(*args, **options)
+
+guard.copy_items = copy_when_it_leaves
 
 model = torch.nn.Linear(1024, 4096)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -574,6 +603,7 @@ ckpt = ck.Checkpointer(sys.argv[1], config=ck.Config(snapshot="overlap"))
 torch.nn.init.constant_(model.weight, 2.0)
 ckpt.async_save(1, {"model": model, "optimizer": optimizer})
 assert guard._active
+leaving.set()
 """
 
 

@@ -26,6 +26,7 @@ from ckptengine.adapters import delivery, rounds
 from ckptengine.format.shard import ShardHeader, decode_header
 from tests.helpers.checkpoints import flip, read_manifest
 from tests.helpers.held_blocks import IN_TIME_S, held_blocks
+from tests.helpers.ranks import wait_until
 
 SMALL = ck.Config(block_nbytes=4096, io_threads=2)
 WIDTH = 48  # A layer's weight is more than two blocks.
@@ -465,13 +466,17 @@ def test_close_waits_for_the_restore(tmp_path: Path, ckpt: ck.Checkpointer, save
 
 def test_leaving_by_an_error_gives_the_restore_up(ckpt: ck.Checkpointer, saved: Job) -> None:
     job = Job(2)
-    handles = []
+    handles: list[ck.RestoreHandle] = []
 
     def leave() -> None:
         with ck.Checkpointer(ckpt.root, config=SMALL) as other:
             handles.append(other.restore(job.state, streaming=True))
-            threading.Timer(0.05, gate.open).start()
+            threading.Thread(target=open_when_given_up).start()
             raise KeyError("enough")
+
+    def open_when_given_up() -> None:
+        wait_until(handles[0].exception)
+        gate.open()
 
     with held_blocks(LATE) as gate, pytest.raises(KeyError):
         leave()
@@ -892,7 +897,8 @@ def test_fifty_restores_leave_nothing(ckpt: ck.Checkpointer, saved: Job) -> None
     handle.result()
     assert hooks_of(job.model) == 0
     assert len(_global_optimizer_pre_hooks) == hooks
-    assert threading.active_count() == threads
+    # Threads that have nothing left to do end by themselves.
+    wait_until(lambda: threading.active_count() <= threads)
     assert process.num_fds() == files
 
 

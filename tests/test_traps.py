@@ -16,7 +16,8 @@ import ckptengine as ck
 from tests.helpers.scripts import Script
 
 PROMPT_S = 25.0
-"""Far below any deadline of the engine; a busy machine needs a part of it to import torch."""
+"""From a moment that the script tells: far below any deadline of the engine; a busy machine needs a part of it
+for the writer process to import torch."""
 
 NO_CUDA = """
 import torch
@@ -103,8 +104,10 @@ def test_a_script_that_does_not_close_ends_when_its_save_has(root: Path) -> None
         import torch, ckptengine as ck
         ckpt = ck.Checkpointer({str(root)!r})
         ckpt.async_save(1, {{"w": torch.ones(1000)}})
+        print("saving", flush=True)
         """
     ) as script:
+        script.says("saving")
         ok(script, PROMPT_S)
         assert script.left() == []
         assert "was not closed" in script.stderr
@@ -319,8 +322,10 @@ def test_a_script_whose_writer_is_dead_ends(root: Path) -> None:
         ckpt = ck.Checkpointer({str(root)!r})
         ckpt.async_save(1, {{"w": torch.ones(3)}})
         os.kill(ckpt.writer_pid, signal.SIGKILL)
+        print("killed", flush=True)
         """
     ) as script:
+        script.says("killed")
         assert script.ends(PROMPT_S) == 0
         # Killed before it had the task, the writer is replaced and the save goes on with the new one.
         assert "killed by SIGKILL" in script.stderr or ck.verify(root).ok

@@ -51,7 +51,7 @@ def test_every_life_hears_its_own_coordinator(store: Any, late: int | None) -> N
 def test_a_rank_that_does_not_come_is_named_to_all_others(store: Any) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = [
-            pool.submit(Membership(rank, RANKS, store).say_hello, b"word" if rank == 0 else None, 0.5)
+            pool.submit(Membership(rank, RANKS, store).say_hello, b"word" if rank == 0 else None, 2.0)
             for rank in (0, 1)
         ]
         for future in waiting:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptengine as ck
 from ckptengine.format.names import shard_filename, step_dirname
 from tests.dist.cases import checkpointer, rank
+from tests.helpers.ranks import wait_until
 
 BEHIND_HEADERS = 1 << 16
 
@@ -135,14 +136,14 @@ def leave_at_the_end_of_a_stream(root: str, victim: int) -> Raised:
 
 
 def interrupted_in_a_wait(root: str, victim: int) -> Raised:
-    """A signal ends the victim's restore while it waits for the other rank, which is at work."""
-    state = target()
+    """A signal ends the victim's restore while it waits for the other rank, which is at work until then."""
+    state, ended = target(), Path(f"{root}.ended")
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     if rank() != victim:
-        state["hooked"].on_take = lambda: time.sleep(1.0)
+        state["hooked"].on_take = lambda: wait_until(ended.exists)
     with checkpointer(root) as ckpt:
         ckpt.restore(target())
         before = signal.signal(signal.SIGALRM, interrupt)
@@ -151,6 +152,8 @@ def interrupted_in_a_wait(root: str, victim: int) -> Raised:
                 signal.setitimer(signal.ITIMER_REAL, 0.4)
             error = raised(lambda: ckpt.restore(state))
         finally:
+            if rank() == victim:
+                ended.touch()
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         restores_again(ckpt)

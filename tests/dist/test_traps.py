@@ -301,11 +301,14 @@ def test_an_exception_waits_for_the_save_under_way_and_no_longer(pair: Ranks, ro
 
 
 def test_an_exception_fails_a_save_that_the_others_have_not_begun(pair: Ranks, root: str) -> None:
-    told, left = pair.start(trap_cases.leave_before_the_others_save, root).results(30)
-    assert isinstance(left.error, ZeroDivisionError)
-    assert isinstance(told.error, ck.SaveFailedError)
-    assert told.error.rank == 1
-    assert "left by ZeroDivisionError" in str(told.error)
+    pair.call(trap_cases.open_kept, root)
+    (left,) = pair.errors(trap_cases.leave_before_the_others_save, 1, ranks=[1], timeout_s=IN_TIME_S)
+    assert isinstance(left, ZeroDivisionError)
+    (told,) = pair.errors(trap_cases.save, 1, ranks=[0], timeout_s=IN_TIME_S)
+    assert isinstance(told, ck.SaveFailedError)
+    assert told.rank == 1
+    assert "left by ZeroDivisionError" in str(told)
+    pair.call(trap_cases.close_kept, ranks=[0])
 
 
 # --- the trainer ---------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,16 +166,13 @@ def leave_with_an_error(root: str, options: dict[str, Any], values: int) -> None
         handle.result()
 
 
-def leave_before_the_others_save(root: str) -> None:
-    """Rank 1 leaves by an exception with a save under way that rank 0 begins only later."""
+def leave_before_the_others_save(step: int) -> None:
+    """Leave by an exception with a save under way that the other ranks have not begun."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointer_module, "ABNORMAL_CLOSE_TIMEOUT_S", 0.5)
-        with checkpointer(root) as ckpt:
-            if rank() == 1:
-                ckpt.async_save(1, state_of(1, 1))
-                raise ZeroDivisionError
-            time.sleep(2)
-            ckpt.save(1, state_of(1, 0))
+        with kept.pop("ckpt") as ckpt:
+            ckpt.async_save(step, state_of(step, rank()))
+            raise ZeroDivisionError
 
 
 # --- NVRx as it comes ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ranks import wait_until
 from trainer.launch import Job
 
 ORPHAN = """
@@ -47,16 +48,13 @@ def test_an_orphan_is_a_member_and_ends_with_the_job(tmp_path: Path) -> None:
 
 def test_a_job_that_does_not_end_is_a_timeout_that_names_its_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    polls = 0
-
-    def count() -> None:
-        nonlocal polls
-        polls += 1
-
+    polls = iter(range(3))
     with start("time.sleep(300)", log) as job:
+        with pytest.raises(StopIteration):
+            job.wait(30, lambda: next(polls))
         with pytest.raises(TimeoutError, match=str(log)):
-            job.wait(0.5, count)
-        assert polls > 1
+            job.wait(0.5)
+        wait_until(lambda: log.read_text().endswith("\n"))
         members = job.members()
         assert len(members) == 2
     assert all(gone(pid) for pid in members)
@@ -75,9 +73,7 @@ time.sleep(300)
     leader = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {script!r}])"
     with Job([sys.executable, "-c", leader], log=log) as job:
         assert job.wait(30) == 0
-        deadline = time.monotonic() + 30
-        while not log.read_text().endswith("\n") and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: log.read_text().endswith("\n"))
         file = Path("/dev/shm") / f"sem.{log.read_text().strip().lstrip('/')}"
         assert file.exists()
         assert len(job.members()) == 2
