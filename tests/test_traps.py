@@ -16,8 +16,8 @@ import ckptengine as ck
 from tests.helpers.scripts import Script
 
 PROMPT_S = 25.0
-"""From a moment that the script tells: far below any deadline of the engine; a busy machine needs a part of it
-for the writer process to import torch."""
+"""From a moment that the script tells: far below any deadline of the engine; a busy machine needs a part of
+it for the writer process to import torch."""
 
 NO_CUDA = """
 import torch
