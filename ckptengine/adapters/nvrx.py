@@ -18,6 +18,7 @@ import multiprocessing.util
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,9 @@ from ckptengine.adapters import lifeline
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
+CLOSE_BUSY_TIMEOUT_S = 30.0
+"""For a process that still uses its processor when the first is over: it may be deleting old steps, or have
+few turns on a machine that is busy. A job that is to end often has no more than this."""
 KILL_TIMEOUT_S = 10.0
 
 
@@ -133,20 +137,19 @@ class WriterProcess(TorchAsyncCheckpoint):  # type: ignore[misc]  # NVRx has no 
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def close(self, abort: bool = False, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the process after the tasks it has, or at once with `abort`; killed if it takes longer than
-        `timeout_s`."""
+    def close(
+        self,
+        abort: bool = False,
+        timeout_s: float = CLOSE_TIMEOUT_S,
+        busy_timeout_s: float = CLOSE_BUSY_TIMEOUT_S,
+    ) -> None:
+        """End the process after the tasks it has, or at once with `abort`. It is killed if it does nothing
+        for `timeout_s`, or has not ended after the longer of the two."""
         process = self._process
         if process is not None and not abort and process.is_alive():
             self._caller.queue.put("DONE")
-            process.join(timeout_s)
+            _await_end(process, timeout_s, max(timeout_s, busy_timeout_s))
         if process is not None and process.is_alive():
-            if not abort:
-                logger.warning(
-                    "writer process %s did not end within %g s (is the machine busy?) and is killed",
-                    process.pid,
-                    timeout_s,
-                )
             process.kill()
             process.join(KILL_TIMEOUT_S)
         self._disarm()
@@ -186,6 +189,41 @@ def _caller_options() -> dict[str, Any]:
     }
     known = inspect.signature(PersistentAsyncCaller.__init__).parameters
     return {name: value for name, value in wanted.items() if name in known}
+
+
+def _await_end(process: multiprocessing.process.BaseProcess, timeout_s: float, longest_s: float) -> None:
+    """Wait for a process that was told to end; if in vain, the log says whether it hangs or is only slow."""
+    who = f"writer process {process.pid}"
+    began = looked = time.monotonic()
+    used = _cpu_ticks(process.pid)
+    while process.is_alive():
+        process.join(min(timeout_s, max(began + longest_s - looked, 0.0)))
+        if not process.is_alive():
+            return
+        now, now_used = time.monotonic(), _cpu_ticks(process.pid)
+        if now_used == used:
+            logger.warning("%s, told to end, has done nothing for %.3g s and is killed", who, now - looked)
+            return
+        if now - began >= longest_s:
+            logger.warning("%s, told to end, still works after %.3g s and is killed", who, now - began)
+            return
+        logger.info(
+            "%s, told to end, still works after %.3g s and has %g s in all (is the machine busy?)",
+            who,
+            now - began,
+            longest_s,
+        )
+        looked, used = now, now_used
+
+
+def _cpu_ticks(pid: int | None) -> int:
+    """The processor time a process has used, in clock ticks; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])  # utime, stime
 
 
 def _do_nothing(abort: bool = False) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import gc
 import inspect
+import logging
 import multiprocessing.process
 import multiprocessing.spawn
 import os
@@ -112,6 +113,42 @@ def test_a_writer_that_hangs_is_killed_after_the_timeout(writers: list[WriterPro
     writer.async_save(b"")
     writer.close(timeout_s=0.5)
     assert writer.exitcode == -9
+
+
+def test_a_writer_that_still_works_is_waited_for(
+    writers: list[WriterProcess], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine that is only busy is no reason for an alarm, nor for an end in the middle."""
+    writer = make(writers, writer_functions.work_for_a_while)
+    writer.async_save(str(tmp_path / "begun").encode())
+    wait_for((tmp_path / "begun").exists)
+    with caplog.at_level(logging.INFO, nvrx.__name__):
+        writer.close(timeout_s=1.0, busy_timeout_s=START_S)
+    assert writer.exitcode == 0
+    assert "still works after" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+@pytest.mark.parametrize(
+    ("fn", "busy_timeout_s", "reason"),
+    [(writer_functions.work, 2.0, "still works after"), (writer_functions.hang, START_S, "has done nothing")],
+)
+def test_a_writer_that_is_killed_in_the_end_is_said_to_hang_or_to_be_slow(
+    writers: list[WriterProcess],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    fn: object,
+    busy_timeout_s: float,
+    reason: str,
+) -> None:
+    writer = make(writers, fn)
+    writer.async_save(str(tmp_path / "begun").encode())
+    wait_for((tmp_path / "begun").exists)
+    writer.close(timeout_s=2.0, busy_timeout_s=busy_timeout_s)
+    assert writer.exitcode == -9
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert reason in record.getMessage()
 
 
 def test_it_is_warm_once_it_could_work(writers: list[WriterProcess], tmp_path: Path) -> None:

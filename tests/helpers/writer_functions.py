@@ -26,8 +26,24 @@ def die(_: bytes) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang(_: bytes) -> None:
+def hang(begun: bytes) -> None:
+    if begun:
+        touch(begun)
     time.sleep(600)
+
+
+def work(begun: bytes) -> None:
+    """Keep a processor busy, for good; `begun`: where to say that it has begun."""
+    touch(begun)
+    while True:
+        pass
+
+
+def work_for_a_while(begun: bytes) -> None:
+    touch(begun)
+    until = time.process_time() + 3.0
+    while time.process_time() < until:
+        pass
 
 
 def publish_and_die(task: bytes) -> None:
