@@ -63,7 +63,7 @@ def restore(root: str, step: int, spec: Any, expected_rank: int | None) -> tuple
     expected_rank: whose own values come back; None: the target's stay. Returns what was told of it."""
     target = state(100 + rank(), step + 1)
     records: list[logging.LogRecord] = []
-    logger = logging.getLogger("ckptengine.restorer")
+    logger = logging.getLogger("ckptengine.restore_parts")
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     logger.addHandler(handler)
