@@ -15,28 +15,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from ckptengine.adapters.awaited import parcels_meant
 from ckptengine.adapters.delivery import Batch, Delivery
-from ckptengine.adapters.gates import Gate, anything_was_compiled, memory_of_module
+from ckptengine.adapters.gates import Gate, anything_was_compiled
 from ckptengine.adapters.holders import Holder, check_in_place
 from ckptengine.adapters.pre_forward import Hooks
 from ckptengine.comm.failure import Failure
-from ckptengine.comm.group import COORDINATOR
 from ckptengine.comm.rollcall import RollCall
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.info import RestoreInfo
 from ckptengine.read.arrivals import LOOK_S
 from ckptengine.read.ordered import OrderedRead, Shard, deliver
-from ckptengine.read.patterns import matches, patterns_of
 from ckptengine.read.reader import ShardReader
 from ckptengine.read.tally import ReadStats
+from ckptengine.streaming_peers import Peers
 from ckptengine.tracing.recorder import span
 
 logger = logging.getLogger(__name__)
-
-POLL_FIRST_S = 0.002
-POLL_LAST_S = 0.5
-GRACE_S = 10.0
-"""The coordinator may need the whole deadline itself before it can say who is missing."""
 
 STOP_TIMEOUT_S = 60.0
 """For the blocks that are being read when nobody wants them any more."""
@@ -106,7 +101,7 @@ class Stream:
         self._gates = gates
         self._holders = holders
         self._shards = shards
-        self._rollcall = rollcall
+        self._peers = Peers(rollcall, rank, timeout_s)
         self._rank = rank
         self._threads = threads
         self._timeout_s = timeout_s
@@ -118,7 +113,6 @@ class Stream:
         self._reader: threading.Thread | None = None
         self._listener: threading.Thread | None = None
         self._stop = threading.Event()
-        self._read_at: float | None = None
         self._news = threading.Event()
         self._settled = threading.Event()
         self._finishing = threading.RLock()
@@ -184,8 +178,7 @@ class Stream:
                 for batch in self._batches:
                     self._deliver(batch, 0, len(batch.reads))
             self.read_seconds += time.perf_counter() - began
-            self._rollcall.done()
-            self._read_at = time.monotonic()
+            self._peers.done()
         except _StoppedError:
             pass
         except BaseException as error:
@@ -205,8 +198,13 @@ class Stream:
     def _listen(self) -> None:
         """Until all ranks are done, or one has failed."""
         try:
-            while not self._stop.is_set() and not self._hear():
-                pass
+            while not self._stop.is_set():
+                outcome = self._peers.look()
+                if isinstance(outcome, Failure):
+                    self._fail(outcome.to_error(), tell=False)
+                if outcome is True or self._error is not None:
+                    break
+                self._peers.pause(self._news)
         except Exception as error:
             self._fail(error)
         finally:
@@ -217,44 +215,9 @@ class Stream:
                 self._release()
             self._settled.set()
 
-    def _hear(self) -> bool:
-        """Is it settled? Waits a little if not."""
-        outcome = self._rollcall.look()
-        if isinstance(outcome, Failure):
-            self._fail(outcome.to_error(), tell=False)
-        if self._error is not None:
-            return True
-        read_at = self._read_at
-        if read_at is None:
-            self._news.wait(LOOK_S)
-            return False
-        if outcome is True:
-            return True
-        waited = time.monotonic() - read_at
-        missing = self._rollcall.missing
-        if waited > self._timeout_s + (0 if self._rank == COORDINATOR else GRACE_S):
-            raise CommitTimeoutError(
-                f"rank {missing} did not report within {self._timeout_s:g} s while reading the shards",
-                rank=missing,
-            )
-        time.sleep(min(max(waited / 20, POLL_FIRST_S), POLL_LAST_S))
-        return False
-
     def _fail(self, error: BaseException, *, tell: bool = True) -> None:
         """tell: the other ranks; if one of them has failed before, its error counts here too."""
-        if isinstance(error, ConnectionError):
-            unreachable = CheckpointError(
-                f"the other ranks cannot be reached while the state is read: {error}"
-            )
-            unreachable.__cause__ = error
-            error, tell = unreachable, False
-        if tell:
-            try:
-                first = self._rollcall.fail(Failure.of(error, self._rank))
-                if first.rank != self._rank:
-                    error = first.to_error()
-            except ConnectionError as silence:
-                logger.warning("the other ranks do not hear of a failed restore: %s", silence)
+        error = self._peers.fail(error, tell=tell)
         if isinstance(error, CheckpointError):
             error.hint = _HINT if error.hint is None else f"{error.hint}; {_HINT}"
         with self._lock:
@@ -288,31 +251,12 @@ class Stream:
             if self._info is not None:
                 return True
             hooks = self._hooks
-        there = self.wait(self._parcels_of(what), timeout_s)
+        parcels = self._delivery.parcels
+        meant = None if what is None else parcels_meant(what, parcels, self._holders)
+        there = self.wait(meant, timeout_s)
         if there and hooks is not None:
             hooks.let_pass()
         return there
-
-    def _parcels_of(self, what: Any) -> Iterable[int] | None:
-        if what is None:
-            return None
-        parcels = self._delivery.parcels
-        memory = memory_of_module(what)
-        if memory is not None:
-            held = parcels.holding(memory)
-            if not held and not any(one.module is what for one in self._holders):
-                raise ValueError(
-                    f"nothing is restored to this {type(what).__name__}, which is no module of the state"
-                )
-            return held
-        patterns = patterns_of(what, "what to wait for")
-        wanted: list[int] = []
-        for pattern in patterns:
-            found = [parcel for name, parcel in parcels.of_name.items() if matches(pattern, name)]
-            if not found:
-                raise ValueError(f"nothing that is restored is called {pattern!r}")
-            wanted += [parcel for parcel in found if parcel is not None]
-        return wanted
 
     def finish(self, timeout_s: float | None = None, *, in_step: bool = False) -> RestoreInfo:
         """Wait for all ranks to have read all, and do what is left to do. On the training thread.
@@ -383,7 +327,7 @@ class Stream:
         self._release()
         with contextlib.suppress(ConnectionError):
             if self._error is None:
-                self._rollcall.forget()
+                self._peers.forget()
 
     def leave_steps(self) -> None:
         """After the end, not from within an optimizer's step."""

@@ -54,6 +54,7 @@ FLOORS = {
     "saver": 6,
     "snapshot": 6,
     "streaming": 6,
+    "streaming_peers": 6,
     "reader_api": 6,
     "verification": 6,
     "watch": 6,
