@@ -1,15 +1,13 @@
 """Drives saves, staged or still being staged, to their outcome, in order, from one thread of the trainer.
 
 The writer process does the work and reports on the arena's status page, which costs a memory read to look at.
-What the writer cannot report, its own death or silence, is seen here and told to the other ranks. One save is
-with the writer at a time: retries then come before later saves on every rank, so ranks never wait for each
-other in a circle.
+What the writer cannot report, its own death or silence, is seen here, and told to the other ranks by
+`ckptengine.giving_up`. One save is with the writer at a time: retries then come before later saves on every
+rank, so ranks never wait for each other in a circle.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import threading
 import time
@@ -20,41 +18,30 @@ import msgspec
 
 from ckptengine.adapters import worker
 from ckptengine.adapters.nvrx import WriterProcess
-from ckptengine.catalog.catalog import read_manifest
 from ckptengine.comm.failure import Failure
 from ckptengine.comm.group import COORDINATOR
 from ckptengine.comm.transport import Transport
 from ckptengine.errors import CheckpointError, CommitTimeoutError, SaveFailedError
-from ckptengine.format.manifest import Manifest
 from ckptengine.format.names import AttemptId
+from ckptengine.giving_up import ABORT_POLL_S, GivingUp
 from ckptengine.handle import SaveHandle
 from ckptengine.info import CommitInfo
 from ckptengine.run import Run
 from ckptengine.snapshot import Staging
 from ckptengine.staging.arena import Arena
 from ckptengine.staging.pool import ArenaPool
-from ckptengine.storage.failures import HINTS
+from ckptengine.storage.failures import HINTS, OUT_OF_FILES
 from ckptengine.storage.store import Store
 from ckptengine.tracing import recorder
 from ckptengine.watch import Around, Watch
-from ckptengine.write.messages import (
-    Outcome,
-    Ready,
-    WriteTask,
-    outcome_key,
-    ready_key,
-)
+from ckptengine.write.messages import Outcome, WriteTask
 from ckptengine.write.reserve import check_room, needed_nbytes
-from ckptengine.write.save import report_failure, step_path
-from ckptengine.write.waiting import OUTCOME_GRACE_S
+from ckptengine.write.save import step_path
 
 logger = logging.getLogger(__name__)
 
-ABORT_POLL_S = 0.2
 CANCEL_TIMEOUT_S = 10.0
 """For a copy to stop between two pieces."""
-LOOK_TIMEOUT_S = 10.0
-"""For the manifest to be looked at: a storage that hangs must not hold up the word that it does."""
 
 
 @dataclass
@@ -81,9 +68,8 @@ class Monitor:
 
     def __init__(self, run: Run, store: Store, pool: ArenaPool, transport: Transport) -> None:
         self._run = run
-        self._store = store
         self._pool = pool
-        self._transport = transport
+        self._giving_up = GivingUp(run, store, transport, lambda: self._abort is not None)
         self._pending: deque[PendingSave] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -107,11 +93,12 @@ class Monitor:
                 writer = WriterProcess(self._run.rank, worker.run, worker.warm_up)
                 writer.start()
             except OSError as error:
-                files = error.errno in (errno.EMFILE, errno.ENFILE)
                 raise SaveFailedError(
                     f"the writer process cannot be started: {error}",
                     rank=self._run.rank,
-                    hint=HINTS[error.errno or 0] if files else "raise the limit on processes or on memory",
+                    hint=HINTS[error.errno]
+                    if error.errno in OUT_OF_FILES
+                    else "raise the limit on processes or on memory",
                 ) from error
             self._writer = writer
 
@@ -179,12 +166,12 @@ class Monitor:
 
     def _drive(self, pending: PendingSave) -> None:
         if pending.refused is not None:
-            self._tell_refused(pending, pending.refused)
+            self._refuse(pending, pending.refused)
             return
         staging = pending.staging
         assert staging is not None
         if error := self._await_begin(pending, staging):
-            self._tell_refused(pending, error)
+            self._refuse(pending, error)
             self._end(pending, Outcome(committed=False, failure=Failure.of(error, self._run.rank)))
             return
         assert staging.arena is not None
@@ -280,93 +267,10 @@ class Monitor:
         outcome."""
         # A writer that is only slow must not publish after its save was reported as failed.
         self._drop_writer()
-        failure = Failure.of(error, self._run.rank)
-        if self._run.is_coordinator:
-            outcome = self._manifest_outcome(task) or Outcome(
-                committed=False,
-                failure=failure,
-                retry=task.may_retry and failure.retryable and self._abort is None,
-            )
-            if self._run.world_size == 1:
-                return outcome
-            return self._tell_outcome(task.attempt, outcome)
-        return self._tell_failure(task.attempt, failure, self._left(task.deadline_unix))
+        return self._giving_up.settle(task, error)
 
-    def _manifest_outcome(self, task: WriteTask) -> Outcome | None:
-        """The outcome if the writer died after it had published."""
-        found: list[Manifest] = []
-
-        def look() -> None:
-            with contextlib.suppress(CheckpointError, OSError):
-                found.append(read_manifest(self._store, step_path(task)))
-
-        looking = threading.Thread(target=look, name="ckpt-look", daemon=True)
-        looking.start()
-        looking.join(LOOK_TIMEOUT_S)
-        if looking.is_alive():
-            logger.warning(
-                "step %d: %s did not say within %g s whether the writer had committed it",
-                task.step,
-                step_path(task),
-                LOOK_TIMEOUT_S,
-            )
-        if not found or found[0].attempt != task.attempt:
-            return None
-        manifest = found[0]
-        return Outcome(
-            committed=True,
-            fingerprint=manifest.fingerprint,
-            nbytes=manifest.nbytes,
-            committed_at=manifest.created,
-        )
-
-    def _tell_outcome(self, attempt: str, outcome: Outcome) -> Outcome:
-        try:
-            if not outcome.committed:
-                # Writers that still wait for the directory must not wait for the deadline.
-                self._transport.set(
-                    ready_key(attempt), msgspec.msgpack.encode(Ready(failure=outcome.failure))
-                )
-            told = self._transport.set_if_absent(outcome_key(attempt), msgspec.msgpack.encode(outcome))
-            return msgspec.msgpack.decode(told, type=Outcome)
-        except ConnectionError as error:
-            logger.warning("the other ranks could not be told of %s: %s", attempt, error)
-            return msgspec.structs.replace(outcome, retry=False)
-
-    def _tell_failure(self, attempt: str, failure: Failure, left_s: float) -> Outcome:
-        own = Outcome(committed=False, failure=failure)
-        deadline = time.monotonic() + left_s + OUTCOME_GRACE_S
-        try:
-            report_failure(attempt, self._run.rank, failure, self._transport)
-            while self._abort is None and (left := deadline - time.monotonic()) > 0:
-                try:
-                    data = self._transport.get(outcome_key(attempt), min(left, ABORT_POLL_S))
-                    return msgspec.msgpack.decode(data, type=Outcome)
-                except TimeoutError:
-                    pass
-        except ConnectionError as error:
-            logger.warning("the other ranks could not be told of %s: %s", attempt, error)
-        return own
-
-    def _tell_refused(self, pending: PendingSave, error: BaseException) -> None:
-        failure = msgspec.structs.replace(Failure.of(error, self._run.rank), retryable=False)
-        if pending.repeats_earlier:
-            failure = Failure(
-                kind="SaveFailedError",
-                message=f"step {pending.handle.step}: refused, with the error of an earlier save: {error}",
-                rank=self._run.rank,
-                retryable=False,
-                repeated=True,
-            )
-        outcome = Outcome(committed=False, failure=failure)
-        attempt = str(pending.attempt)
-        if self._run.world_size > 1 and self._run.is_coordinator:
-            self._tell_outcome(attempt, outcome)
-        elif self._run.world_size > 1:
-            self._tell_failure(attempt, failure, 0.0)
-
-    def _left(self, deadline_unix: float) -> float:
-        return max(deadline_unix - time.time(), 0.001)
+    def _refuse(self, pending: PendingSave, error: BaseException) -> None:
+        self._giving_up.refuse(str(pending.attempt), pending.handle.step, error, pending.repeats_earlier)
 
     def _let_go(self, pending: PendingSave, outcome: Outcome) -> None:
         """Give the arena back, once nobody copies into it any more."""

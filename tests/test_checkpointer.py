@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckptengine as ck
-from ckptengine import monitor
+from ckptengine import giving_up
 from ckptengine.adapters.nvrx import WriterProcess
 from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId
 from ckptengine.storage.posix import PosixStore
@@ -1185,8 +1185,8 @@ def test_a_storage_that_hangs_does_not_hold_up_the_word_that_a_save_has_failed(
         answers.wait(60)
         raise FileNotFoundError
 
-    monkeypatch.setattr(monitor, "read_manifest", hang)
-    monkeypatch.setattr(monitor, "LOOK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(giving_up, "read_manifest", hang)
+    monkeypatch.setattr(giving_up, "LOOK_TIMEOUT_S", 0.2)
     try:
         with ck.Checkpointer(tmp_path, config=SMALL) as ckpt:
             handle = kill_while_saving(ckpt, 1)

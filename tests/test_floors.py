@@ -39,6 +39,7 @@ FLOORS = {
     "interop": 5,
     "candidates": 6,
     "checkpointer": 6,
+    "giving_up": 6,
     "handle": 6,
     "monitor": 6,
     "on_all_ranks": 6,

@@ -27,6 +27,7 @@ from ckptengine.format.limits import PAGE, round_up
 from ckptengine.staging.mark import MARK_NBYTES, StagedMark
 from ckptengine.staging.status import STATUS_NBYTES, StatusPage
 from ckptengine.storage.direct import HUGE_PAGE
+from ckptengine.storage.failures import HINTS, OUT_OF_FILES
 from ckptengine.storage.headroom import available_memory, in_turn
 from ckptengine.storage.linux import MADV_POPULATE_WRITE, collapse, madvise, map_shared, unmap
 from ckptengine.storage.threads import in_threads
@@ -45,11 +46,6 @@ _COLLAPSE_GRACE_S = 0.2
 _COLLAPSE_TRIAL_NBYTES = 32 << 20
 _NEARLY_ALL = 0.9
 HINT = "free memory, raise the memory limit of the job, or use max_arenas=1"
-_HINTS = {
-    errno.EFBIG: "raise the job's limit on file sizes (ulimit -f), which holds for shared memory, too",
-    errno.EMFILE: "raise the job's limit on open files (ulimit -n)",
-    errno.ENFILE: "the machine has no more open files to give (fs.file-max)",
-}
 # Sealed so that no process can shrink it under another one's mapping, which would end that one with SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -102,10 +98,7 @@ class Arena:
             if fd >= 0:
                 os.close(fd)
             if isinstance(exc, OSError):
-                raise SaveFailedError(
-                    f"no memory for a snapshot of {capacity} bytes: {exc.strerror}",
-                    hint=_HINTS.get(exc.errno or 0, HINT),
-                ) from exc
+                raise _refused(exc, capacity) from exc
             raise
 
     def _take(self, fd: int, capacity: int) -> None:
@@ -201,6 +194,17 @@ def attach(pid: int, fd: int, capacity: int) -> Arena:
                 hint="the process has ended, or runs as another user",
             ) from exc
         raise
+
+
+def _refused(exc: OSError, capacity: int) -> SaveFailedError:
+    """Not every call that fails does so for want of memory."""
+    what, hint = "no memory for", HINT
+    if exc.errno == errno.EFBIG:
+        what = "the limit on file sizes does not allow"
+        hint = "raise the job's limit on file sizes (ulimit -f), which holds for shared memory, too"
+    elif exc.errno in OUT_OF_FILES:
+        what, hint = "no file descriptor for", HINTS[exc.errno]
+    return SaveFailedError(f"{what} a snapshot of {capacity} bytes: {exc.strerror}", hint=hint)
 
 
 def _map(fd: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:

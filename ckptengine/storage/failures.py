@@ -22,11 +22,15 @@ HINTS: dict[int, str] = {
     errno.EROFS: "the file system is mounted read-only",
     errno.EACCES: "check the owner and mode of the directory",
     errno.EPERM: "check the owner and mode of the directory",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "the machine is out of file handles",
+    errno.EMFILE: "raise the job's limit on open files (ulimit -n)",
+    errno.ENFILE: "the machine has no more open files to give: raise fs.file-max, or end what holds them",
     errno.EEXIST: "every attempt writes under its own name; choose another",
     errno.EFBIG: "the file system or ulimit -f does not allow a file of this size",
 }
+
+
+OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+"""Whatever the descriptor was for, memory and processes included: what to do is the same."""
 
 
 def storage_error(exc: OSError, path: str, doing: str) -> StorageError:

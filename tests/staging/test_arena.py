@@ -18,6 +18,7 @@ from ckptengine.staging import arena as arena_module
 from ckptengine.staging.arena import Arena, attach
 from ckptengine.staging.status import STATUS_NBYTES
 from ckptengine.storage.direct import HUGE_PAGE
+from ckptengine.storage.failures import storage_error
 from ckptengine.storage.linux import address_of
 from ckptengine.storage.posix import PosixStore
 
@@ -164,12 +165,24 @@ class TestArena:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limit[1]))
         try:
-            with pytest.raises(SaveFailedError, match="no memory for a snapshot") as caught:
+            with pytest.raises(SaveFailedError, match=r"^the limit on file sizes does not allow") as caught:
                 Arena(4 * MIB)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert "ulimit -f" in (caught.value.hint or "")
         assert open_descriptors() == before
+
+    @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+    def test_no_descriptor_is_said_to_be_that_with_the_same_advice_as_for_a_file(
+        self, number: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*args: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "memfd_create", refuse)
+        with pytest.raises(SaveFailedError, match=r"^no file descriptor for a snapshot") as caught:
+            Arena(GRAIN)
+        assert caught.value.hint == storage_error(OSError(number, ""), "/file", "open").hint
 
     def test_direct_writes_go_straight_from_it(self, tmp_path: Path) -> None:
         with Arena(GRAIN) as arena:
