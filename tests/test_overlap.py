@@ -427,6 +427,7 @@ def test_an_operation_in_flight_is_waited_for(monkeypatch: pytest.MonkeyPatch, j
         wait_until(lambda: is_waiting(thread))
         assert ends(in_thread(watched[0]._settle))
     finally:
+        os.write(write_end, b"x")
         ended.set()
         thread.join()
         watched[0].release()
