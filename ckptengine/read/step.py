@@ -11,7 +11,8 @@ from ckptengine.errors import CheckpointNotFoundError, NotCommittedError
 from ckptengine.format.manifest import Manifest
 from ckptengine.storage.store import Store
 
-LOCK_WAIT_S = 5.0
+LOCK_WAIT_S = 60.0
+"""For retention to remove an attempt of thousands of shards from a step that stays."""
 _LOCK_POLL_S = 0.005
 
 
@@ -19,8 +20,9 @@ _LOCK_POLL_S = 0.005
 def held_manifest(store: Store, step_path: str) -> Iterator[Manifest]:
     """The step's manifest; retention leaves the step alone until the context ends.
 
-    Raises what `read_manifest` raises, and CheckpointNotFoundError for a step that is being removed just now.
-    Where the file system has no locks nothing is held, and a step that goes meanwhile shows as missing files.
+    Raises what `read_manifest` raises, and CheckpointNotFoundError for a step that is being removed just now,
+    or that stays and is locked for longer than `LOCK_WAIT_S`. Where the file system has no locks nothing is
+    held, and a step that goes meanwhile shows as missing files.
     """
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
@@ -37,11 +39,14 @@ def held_manifest(store: Store, step_path: str) -> Iterator[Manifest]:
         # replaced. One that goes loses its manifest first.
         try:
             read_manifest(store, step_path)
-            gone = time.monotonic() > deadline
         except (NotCommittedError, CheckpointNotFoundError):
-            gone = True
-        if gone:
             raise CheckpointNotFoundError(
                 "the step is being removed", path=step_path, hint="open a newer one; `ckpt list` shows them"
+            ) from None
+        if time.monotonic() > deadline:
+            raise CheckpointNotFoundError(
+                f"the step is committed, and another process has kept it locked for {LOCK_WAIT_S:g} s",
+                path=step_path,
+                hint="it may be removing an attempt that was replaced, or hang: try again",
             )
         time.sleep(_LOCK_POLL_S)
