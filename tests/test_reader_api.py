@@ -597,7 +597,7 @@ def test_one_reader_serves_many_threads(tmp_path: Path, codec: str) -> None:
 def _no_thread_is_left() -> Iterator[None]:
     before = threading.active_count()
     yield
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_reader_needs_no_process_group(tmp_path: Path) -> None:

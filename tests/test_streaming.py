@@ -897,9 +897,8 @@ def test_fifty_restores_leave_nothing(ckpt: ck.Checkpointer, saved: Job) -> None
     handle.result()
     assert hooks_of(job.model) == 0
     assert len(_global_optimizer_pre_hooks) == hooks
-    # Threads that have nothing left to do end by themselves.
-    wait_until(lambda: threading.active_count() <= threads)
-    assert process.num_fds() == files
+    # Threads that have nothing left to do end by themselves; what earlier tests left may have been collected.
+    wait_until(lambda: threading.active_count() <= threads and process.num_fds() <= files)
 
 
 EXITS = """

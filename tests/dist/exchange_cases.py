@@ -112,7 +112,7 @@ def restore(root: str, kind: str, options: dict[str, Any]) -> tuple[ck.RestoreIn
         patch.setattr(reader.ShardReader, "read", counting)
         before = threading.active_count()
         info = ckpt.restore(target)
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
     assert same(plain(target), plain(STATES[kind](info.step)))
     return info, count
 

@@ -196,7 +196,7 @@ def test_a_storage_failure_stops_all_threads_and_keeps_its_errno(shard: Shard, t
         read_shard(store, shard.path, shard.header, where, threads=threads)
     assert (caught.value.errno, caught.value.rank) == (5, 3)
     assert store.reads <= 4 + 2 * threads
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_an_unreadable_block_is_damage_and_the_others_are_still_checked(shard: Shard) -> None:
@@ -280,4 +280,4 @@ def test_a_block_too_large_for_memory_is_a_named_error(tmp_path: Path) -> None:
 def _no_thread_is_left() -> Iterator[None]:
     before = threading.active_count()
     yield
-    assert threading.active_count() == before
+    assert threading.active_count() <= before

@@ -54,5 +54,5 @@ def test_no_thread_goes_on_after_an_interrupt_between_two_starts(monkeypatch: py
 
     with pytest.raises(KeyboardInterrupt):
         in_threads(range(100), 3, lambda: None, step)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     assert len(begun) <= 2
