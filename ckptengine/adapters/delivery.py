@@ -20,6 +20,7 @@ import torch
 
 from ckptengine.adapters.gates import Gate
 from ckptengine.adapters.loads import Load
+from ckptengine.adapters.matching_values import Large
 from ckptengine.adapters.parcels import Memory, Parcels
 from ckptengine.adapters.placing import Placement, Plan, written_to
 from ckptengine.adapters.rounds import BUFFER_NBYTES, Piece, Then
@@ -34,7 +35,8 @@ EARLY_NBYTES = 64 << 20
 """An object whose state has more bytes of tensors gets it at the end."""
 
 Priority: TypeAlias = "str | Iterable[str] | Callable[[str], float] | None"
-"""Patterns of FQNs, the first to be read first; or a number for each FQN, the lowest first."""
+"""Patterns of FQNs, the first to be read first; or a number for each FQN, the lowest first. The function is
+asked once for each name, in the order of the state."""
 
 Rank: TypeAlias = "tuple[float, float]"
 
@@ -58,16 +60,16 @@ class Batch:
 class Delivery:
     """One restore of a target: read all `batches`, one after the other; `arrivals` tells what is there.
 
-    placements, large: the tensors to be filled, and the buffers of large values by name. actions: what is to
-    be called, in order; values are put into their holders as if they were all early. gates: in the order of
-    the forward. soon: memory that is to be filled early, too.
+    placements, large: the tensors to be filled, and the large values by leaf, in the order of the state.
+    actions: what is to be called, in order; values are put into their holders as if they were all early.
+    gates: in the order of the forward. soon: memory that is to be filled early, too.
     """
 
     def __init__(
         self,
         plan: Plan,
         placements: Sequence[Placement],
-        large: Mapping[int, tuple[str, np.ndarray[Any, Any]]],
+        large: dict[int, Large],
         actions: Iterable[Callable[[], object]],
         gates: Iterable[Gate],
         soon: Iterable[Memory],
@@ -76,10 +78,7 @@ class Delivery:
         self._plan = plan
         # An exchange of a tensor's memory must not free what is being written to.
         self._held = [placement.tensor.untyped_storage() for placement in placements if placement.stop]
-        buffers = {i: (name, _memory(buffer)) for i, (name, buffer) in large.items()}
-        self.parcels = Parcels(
-            [*((one.leaf.name, (one.start, one.stop)) for one in placements), *buffers.values()]
-        )
+        self.parcels = Parcels(_named(placements, large))
         self._at_once: list[Callable[[], object]] = []
         self._at_last: list[Callable[[], object]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -95,7 +94,7 @@ class Delivery:
                 late_values.update(values)
             else:
                 self._at_once.append(action)
-        early += [memory for i, (_, memory) in buffers.items() if i not in late_values]
+        early += [_memory(one) for i, one in large.items() if i not in late_values]
         ranks = self._ranks(gates, late, priority)
         self.early = sorted({parcel for memory in early for parcel in self.parcels.within(memory)})
         for parcel in self.early:
@@ -148,7 +147,12 @@ class Delivery:
         for i, parcel in enumerate(gated):
             ranks[parcel] = (_GATED, float(i))
         if callable(priority):
-            return [(_CHOSEN, min(_number(priority, name) for name in names)) for names in parcels.names]
+            numbers = {
+                name: _number(priority, name)
+                for name, parcel in parcels.of_name.items()
+                if parcel is not None
+            }
+            return [(_CHOSEN, min(numbers[name] for name in names)) for names in parcels.names]
         for parcel, names in enumerate(parcels.names):
             for i, pattern in enumerate(priority or ()):
                 if any(matches(pattern, name) for name in names):
@@ -297,5 +301,14 @@ def _place(placement: Placement) -> Memory:
     return placement.start, placement.stop
 
 
-def _memory(buffer: np.ndarray[Any, Any]) -> Memory:
-    return buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes
+def _memory(one: Large) -> Memory:
+    start = one.buffer.ctypes.data
+    return start, start + one.buffer.nbytes
+
+
+def _named(placements: Iterable[Placement], large: dict[int, Large]) -> list[tuple[str, Memory]]:
+    """What is filled, in the order of the state."""
+    named = [(one.leaf.name, _place(one)) for one in placements]
+    for one in reversed(large.values()):
+        named.insert(one.after, (one.name, _memory(one)))
+    return named

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from ckptengine.adapters import objects
@@ -35,8 +34,8 @@ from ckptengine.read.per_rank import PerRankChoices
 
 
 class Matcher:
-    """Walks one target and one tree. After `match`: `differences`, `placements` and, for after the read,
-    `actions`.
+    """Walks one target and one tree. After `match`: `differences`, `placements`, the `large` values to be
+    read and, for after the read, `actions`.
 
     world: where tensors come from, if not each from its leaf alone; `leaves` are then the world's. per_rank:
     is asked for every value that each of the ranks that saved may have had its own of. partial: which part of
@@ -72,6 +71,7 @@ class Matcher:
         self.asked = per_rank
         self.differences = walk.differences
         self.placements = walk.placements
+        self.large = self._values.large
         self.actions = walk.actions
 
     def match(self, target: Any, tree: Node) -> Outcome:
@@ -85,12 +85,8 @@ class Matcher:
         return outcome
 
     def place_large(self, plan: Plan) -> None:
-        for index, buffer in self._values.large.items():
-            plan.read_into(self._leaves[index], buffer.ctypes.data)
-
-    def named_large(self) -> dict[int, tuple[str, np.ndarray[Any, Any]]]:
-        """The buffers of the large values, with what these are called."""
-        return {index: (self._leaves[index].name, buffer) for index, buffer in self._values.large.items()}
+        for index, one in self.large.items():
+            plan.read_into(self._leaves[index], one.buffer.ctypes.data)
 
     def _match(self, target: Any, node: Node, path: Path) -> Outcome:
         if is_tensor(target):

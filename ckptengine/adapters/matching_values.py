@@ -21,14 +21,24 @@ from ckptengine.format.tree import TAG
 _SCALARS = (type(None), bool, int, float, str)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Large:
+    """A large value that is read into a buffer. after: so many tensors come before it in the target."""
+
+    name: str
+    buffer: np.ndarray[Any, Any]
+    after: int
+
+
 class Values:
     """Those of one walk."""
 
     def __init__(self, walk: Walk) -> None:
         self._leaves = walk.leaves
+        self._placements = walk.placements
         self._allow_pickle = walk.allow_pickle
-        self.large: dict[int, np.ndarray[Any, Any]] = {}
-        """Buffers of the large values to be read, by leaf."""
+        self.large: dict[int, Large] = {}
+        """Those to be read, by leaf, in the order of the walk."""
 
     def match(self, target: Any, node: Node, path: Path) -> Outcome:
         # By their text too, which tells 0.0 from -0.0.
@@ -58,12 +68,14 @@ class Values:
         return lambda: self.decoder(path, self.large_value).decode(node)
 
     def read_large(self, index: int) -> None:
-        self.large.setdefault(index, np.empty(self._leaves[index].nbytes, np.uint8))
+        if index not in self.large:
+            leaf = self._leaves[index]
+            self.large[index] = Large(leaf.name, np.empty(leaf.nbytes, np.uint8), len(self._placements))
 
     def large_value(self, index: int) -> Any:
         """After the read."""
         leaf = self._leaves[index]
-        return large_value(leaf.kind or "", leaf.descr, self.large[index].data)
+        return large_value(leaf.kind or "", leaf.descr, self.large[index].buffer.data)
 
     def decoder(self, path: Path, leaf: Callable[[int], Any] = lambda _: None) -> Decoder:
         return Decoder(leaf, path=path, allow_pickle=self._allow_pickle)

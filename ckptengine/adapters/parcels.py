@@ -26,11 +26,11 @@ class Parcels:
         self._stops: list[int] = []
         self.names: list[list[str]] = []
         """Of each parcel."""
-        self.of_name: dict[str, int | None] = {}
-        """None: an empty tensor's, which is always there."""
+        named = list(named)
+        self.of_name: dict[str, int | None] = dict.fromkeys([name for name, _ in named])
+        """In the order of `named`. None: an empty tensor's, which is always there."""
         for start, stop, name in sorted((start, stop, name) for name, (start, stop) in named):
             if start == stop:
-                self.of_name.setdefault(name, None)
                 continue
             if self._stops and start < self._stops[-1]:
                 self._stops[-1] = max(self._stops[-1], stop)

@@ -6,11 +6,9 @@ read begins the target is untouched, and everything that does not fit has been r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from ckptengine.adapters import objects
 from ckptengine.adapters.collector import gc_paused
@@ -19,6 +17,7 @@ from ckptengine.adapters.differences import mismatch
 from ckptengine.adapters.gates import Gate
 from ckptengine.adapters.leaves import Leaf, leaves_of
 from ckptengine.adapters.matching import Matcher
+from ckptengine.adapters.matching_values import Large
 from ckptengine.adapters.origin import Origin
 from ckptengine.adapters.parcels import Memory
 from ckptengine.adapters.placing import Placement, Plan, plan
@@ -47,7 +46,7 @@ class Match:
     _plan: Plan = field(default_factory=Plan)
     _actions: list[Callable[[], object]] = field(default_factory=list)
     _placements: Sequence[Placement] = ()
-    _large: Mapping[int, tuple[str, np.ndarray[Any, Any]]] = field(default_factory=dict)
+    _large: dict[int, Large] = field(default_factory=dict)
 
     def delivery(self, gates: Iterable[Gate], soon: Iterable[Memory], priority: Priority) -> Delivery:
         """For a read that goes on while training begins, instead of `rounds` and `apply`."""
@@ -210,7 +209,7 @@ class RestoreTarget:
             placed,
             matcher.actions,
             matcher.placements,
-            matcher.named_large(),
+            matcher.large,
         )
 
 
