@@ -6,6 +6,7 @@ The seed of the moments is printed; CKPT_KILL_SEED sets it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -15,18 +16,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 import ckptengine as ck
 from ckptengine.format.names import AttemptId
 from tests.adapters.fake import same
 from tests.helpers.checkpoints import read_manifest
+from tests.helpers.ranks import lives
 from tests.helpers.save_loop import KEEP_LAST, state_at
 
 REPOSITORY = Path(__file__).parents[1]
 WAIT_S = 90.0
-ORPHAN_S = 10.0
+ORPHAN_S = 30.0
 """How long a writer may outlive its trainer."""
 STOP_AFTER = 100
 """Steps from the newest commit to the last save: no rank can be past that one when it hears of it."""
@@ -108,8 +109,8 @@ class Loop:
         """The trainers live on: that save, if there was one, failed on all ranks, and later ones commit."""
         pid, committed = rank.writers()[-1], self.committed()
         os.kill(pid, signal.SIGKILL)
-        # A new writer takes seconds to start, so that this looks at what the dead one left.
-        check_newest(self.root, committed, len(self.ranks))
+        with self.stopped():  # or a new writer might delete what is looked at
+            check_newest(self.root, committed, len(self.ranks))
         until(lambda: rank.writers()[-1] != pid, "a new writer")
         self.wait_for_commits(2)
         for other in self.ranks:
@@ -120,6 +121,17 @@ class Loop:
                 assert f"step {step}" in message
                 assert "writer process ended" in message, message
                 assert at in {str(rank.rank) for rank in self.ranks}
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The trainers make no step, and start no writer, meanwhile."""
+        for rank in self.ranks:
+            rank.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for rank in self.ranks:
+                rank.process.send_signal(signal.SIGCONT)
 
     def kill_trainer(self, rank: Rank) -> None:
         """As a launcher does, the other ranks are ended soon after."""
@@ -146,14 +158,7 @@ class Loop:
     def check_no_orphans(self) -> None:
         for rank in self.ranks:
             for pid in rank.writers():
-                until(lambda pid=pid: not is_alive(pid), f"the end of writer {pid}", ORPHAN_S)  # type: ignore[misc]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+                until(lambda pid=pid: not lives(pid), f"the end of writer {pid}", ORPHAN_S)  # type: ignore[misc]
 
 
 def check_newest(root: Path, at_least: int, world_size: int) -> int:

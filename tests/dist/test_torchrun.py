@@ -38,7 +38,7 @@ def test_a_job_that_loses_a_rank_in_the_middle_of_a_save_resumes_from_the_last_c
     with Script(*torchrun, str(JOB), str(tmp_path), "4", env={MARK: str(tmp_path)}) as script:
         try:
             assert script.ends(220) == 0, script.stdout + script.stderr
-            wait_until(lambda: not processes_of(str(tmp_path)), 10)
+            wait_until(lambda: not processes_of(str(tmp_path)))
         finally:
             for process in processes_of(str(tmp_path)):
                 with contextlib.suppress(psutil.NoSuchProcess):

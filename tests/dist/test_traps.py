@@ -18,7 +18,7 @@ import ckptengine as ck
 from ckptengine.format.names import step_dirname
 from tests.dist import cases, trap_cases
 from tests.helpers.checkpoints import read_manifest
-from tests.helpers.ranks import Init, Ranks, wait_until
+from tests.helpers.ranks import Init, Ranks, commands, wait_until
 from tests.helpers.scripts import mounted_tmpfs
 
 pytestmark = pytest.mark.dist
@@ -333,7 +333,7 @@ def test_a_trainer_killed_in_the_middle_of_a_save(pair: Ranks, root: str, rank: 
         (later,) = ranks.errors(trap_cases.save, 3, ranks=[1 - rank], timeout_s=IN_TIME_S)
         assert later.rank == rank  # type: ignore[attr-defined]
         ranks.call(trap_cases.close_kept, ranks=[1 - rank], timeout_s=IN_TIME_S)
-        wait_until(lambda: not [p for p in ranks.others(1 - rank) if "spawn_main" in str(p.cmdline())])
+        wait_until(lambda: not [one for one in commands(ranks.others(1 - rank)) if "spawn_main" in one])
     left = list(Path(root).glob("step-*/*/shard-*"))
     assert len(left) >= 4, "both attempts were under way"
     manifests = [path.parent.name for path in Path(root).glob("step-*/MANIFEST.json")]

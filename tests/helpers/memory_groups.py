@@ -33,7 +33,7 @@ def memory_group(limit: int) -> Iterator[Path]:
                 yield group
             finally:
                 # A process that was killed leaves it a moment later.
-                wait_until(partial(_is_empty, group), 10.0)
+                wait_until(partial(_is_empty, group))
                 group.rmdir()
             return
     pytest.skip(f"no memory cgroup can be made below {CGROUPS}")

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -269,6 +269,23 @@ def session(leader: int) -> list[psutil.Process]:
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def commands(processes: Iterable[psutil.Process]) -> list[str]:
+    """Command lines of those that are still there when they are looked at."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(" ".join(process.cmdline()))
+    return found
+
+
+def lives(pid: int) -> bool:
+    """Is there such a process, and not only what is left of one that has ended?"""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.ranks import ENVIRONMENT, ROOT, session, wait_until
+from tests.helpers.ranks import ENVIRONMENT, ROOT, commands, session, wait_until
 
-GONE_S = 10.0
+GONE_S = 30.0
 
 
 class Script:
@@ -76,15 +76,15 @@ class Script:
         """Command lines of the processes it has left behind, after they had a while to end."""
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not self.others(), GONE_S)
-        return [" ".join(process.cmdline()) for process in self.others()]
+        return commands(self.others())
 
     def others(self) -> list[psutil.Process]:
         """The processes it has started, with or without it."""
         return [process for process in session(self.process.pid) if process.pid != self.process.pid]
 
-    def writers(self) -> list[psutil.Process]:
-        """Those that multiprocessing has spawned."""
-        return [process for process in self.others() if "spawn_main" in " ".join(process.cmdline())]
+    def writers(self) -> list[str]:
+        """Command lines of those that multiprocessing has spawned."""
+        return [command for command in commands(self.others()) if "spawn_main" in command]
 
     def __enter__(self) -> Script:
         return self

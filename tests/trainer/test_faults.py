@@ -45,7 +45,7 @@ def test_a_strike_is_a_sigkill_that_leaves_its_marker_and_its_event(tmp_path: Pa
         f"EventLog({str(log)!r}, rank=1, life=0).write('kill', step=7)\n"
         f"KillPlan(1, 7, {str(marker)!r}).strike()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=100, check=False)
     assert done.returncode == -signal.SIGKILL
     assert marker.exists()
     (event,) = read_events(log)
