@@ -4,6 +4,7 @@ killed. Then all ranks hear of it, by its name and in time, the last commit stan
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import signal
@@ -50,10 +51,21 @@ def shards(root: str, step: int) -> list[str]:
     return sorted(map(os.path.basename, glob.glob(f"{root}/{step_dirname(step)}/*/shard-*")))
 
 
-def in_the_middle(root: str, step: int, ranks: int = 2) -> None:
-    """Return when all ranks write their shards."""
-    wait_until(lambda: len(shards(root, step)) == ranks)
-    assert not Path(root, step_dirname(step), "MANIFEST.json").exists()
+@contextlib.contextmanager
+def in_the_middle(ranks: Ranks, root: str, step: int) -> Iterator[list[int]]:
+    """From when all ranks write their shards. The writers, which are given, are stopped meanwhile: however slow
+    the test is, they are still at it."""
+    writers = ranks.call(trap_cases.writer_pid)
+    wait_until(lambda: len(shards(root, step)) == ranks.world_size)
+    for pid in writers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert not Path(root, step_dirname(step), "MANIFEST.json").exists()
+        yield writers
+    finally:
+        for pid in writers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def goes_on(ranks: Ranks, root: str, step: int, committed: list[int]) -> None:
@@ -74,8 +86,8 @@ def test_a_writer_killed_in_the_middle_fails_the_save_on_all_ranks(
     opened: Ranks, root: str, rank: int
 ) -> None:
     opened.call(trap_cases.begin_slowly, 2)
-    in_the_middle(root, 2)
-    os.kill(opened.call(trap_cases.writer_pid)[rank], signal.SIGKILL)
+    with in_the_middle(opened, root, 2) as writers:
+        os.kill(writers[rank], signal.SIGKILL)
     for error in opened.errors(trap_cases.finish, 2, timeout_s=IN_TIME_S):
         assert isinstance(error, ck.SaveFailedError)
         assert error.rank == rank
@@ -87,8 +99,8 @@ def test_a_writer_killed_in_the_middle_fails_the_save_on_all_ranks(
 @config(retries=1, **trap_cases.SLOW)
 def test_a_retry_writes_the_same_snapshot(opened: Ranks, root: str, rank: int) -> None:
     opened.call(trap_cases.begin_slowly, 2)
-    in_the_middle(root, 2)
-    os.kill(opened.call(trap_cases.writer_pid)[rank], signal.SIGKILL)
+    with in_the_middle(opened, root, 2) as writers:
+        os.kill(writers[rank], signal.SIGKILL)
     infos = opened.call(trap_cases.finish, 2)
     assert [info.attempt.rpartition(".")[2] for info in infos] == ["1", "1"]
     # `begin` has changed the state since; what is restored is what was captured.
@@ -165,10 +177,10 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on_when_it_is_resumed(root: str
         alone.call(trap_cases.open_kept, root, {**trap_cases.SLOW, "stall_timeout_s": 3.0})
         alone.call(trap_cases.save, 1)
         alone.call(trap_cases.begin_slowly, 2)
-        in_the_middle(root, 2, ranks=1)
-        os.killpg(alone.pid(0), signal.SIGSTOP)
-        time.sleep(5)
-        os.killpg(alone.pid(0), signal.SIGCONT)
+        with in_the_middle(alone, root, 2):
+            os.killpg(alone.pid(0), signal.SIGSTOP)
+            time.sleep(5)
+            os.killpg(alone.pid(0), signal.SIGCONT)
         assert [info.step for info in alone.call(trap_cases.finish, 2)] == [2]
         alone.call(trap_cases.close_kept)
 
@@ -321,9 +333,9 @@ def test_a_trainer_killed_in_the_middle_of_a_save(pair: Ranks, root: str, rank: 
         ranks.call(trap_cases.open_kept, root, trap_cases.SLOW)
         ranks.call(trap_cases.save, 1)
         ranks.call(trap_cases.begin_slowly, 2)
-        in_the_middle(root, 2)
-        assert ranks.others(rank)
-        ranks.kill(rank)
+        with in_the_middle(ranks, root, 2):
+            assert ranks.others(rank)
+            ranks.kill(rank)
         (error,) = ranks.errors(trap_cases.finish, 2, ranks=[1 - rank], timeout_s=IN_TIME_S)
         assert isinstance(error, ck.SaveFailedError)
         assert error.rank == rank
