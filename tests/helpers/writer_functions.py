@@ -71,10 +71,10 @@ def stop_when_it_waits_for_the_outcome(task: bytes) -> None:
 
     original = save.wait_for_key
 
-    def wait_for_key(transport: Any, task: Any, beat: Any, key: str, *failed_keys: str) -> bytes:
+    def wait_for_key(transport: Any, task: Any, beat: Any, key: str, *args: Any, **options: Any) -> bytes:
         if key.endswith("outcome"):
             os.kill(os.getpid(), signal.SIGSTOP)
-        return original(transport, task, beat, key, *failed_keys)
+        return original(transport, task, beat, key, *args, **options)
 
     save.wait_for_key = wait_for_key
     worker.run(task)
