@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import ckptengine as ck
@@ -53,13 +54,12 @@ def shards(root: str, step: int) -> list[str]:
 
 @contextlib.contextmanager
 def in_the_middle(ranks: Ranks, root: str, step: int) -> Iterator[list[int]]:
-    """From when all ranks write their shards. The writers, which are given, are stopped meanwhile: however slow
-    the test is, they are still at it."""
+    """From when the writers of all ranks, which are given, have stopped in the middle of their shards, after
+    `begin_and_stop`. Those that are left at the end go on."""
     writers = ranks.call(trap_cases.writer_pid)
-    wait_until(lambda: len(shards(root, step)) == ranks.world_size)
-    for pid in writers:
-        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in writers))
     try:
+        assert len(shards(root, step)) == ranks.world_size
         assert not Path(root, step_dirname(step), "MANIFEST.json").exists()
         yield writers
     finally:
@@ -85,7 +85,7 @@ def goes_on(ranks: Ranks, root: str, step: int, committed: list[int]) -> None:
 def test_a_writer_killed_in_the_middle_fails_the_save_on_all_ranks(
     opened: Ranks, root: str, rank: int
 ) -> None:
-    opened.call(trap_cases.begin_slowly, 2)
+    opened.call(trap_cases.begin_and_stop, 2)
     with in_the_middle(opened, root, 2) as writers:
         os.kill(writers[rank], signal.SIGKILL)
     for error in opened.errors(trap_cases.finish, 2, timeout_s=IN_TIME_S):
@@ -98,13 +98,13 @@ def test_a_writer_killed_in_the_middle_fails_the_save_on_all_ranks(
 @both_ranks
 @config(retries=1, **trap_cases.SLOW)
 def test_a_retry_writes_the_same_snapshot(opened: Ranks, root: str, rank: int) -> None:
-    opened.call(trap_cases.begin_slowly, 2)
+    opened.call(trap_cases.begin_and_stop, 2)
     with in_the_middle(opened, root, 2) as writers:
         os.kill(writers[rank], signal.SIGKILL)
     infos = opened.call(trap_cases.finish, 2)
     assert [info.attempt.rpartition(".")[2] for info in infos] == ["1", "1"]
     # `begin` has changed the state since; what is restored is what was captured.
-    assert [info.step for info in opened.call(trap_cases.restore, trap_cases.SLOW_VALUES)] == [2, 2]
+    assert [info.step for info in opened.call(trap_cases.restore)] == [2, 2]
     assert ck.verify(root, level="data").ok
 
 
@@ -176,7 +176,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on_when_it_is_resumed(root: str
     with Ranks(1, init="none") as alone:
         alone.call(trap_cases.open_kept, root, {**trap_cases.SLOW, "stall_timeout_s": 3.0})
         alone.call(trap_cases.save, 1)
-        alone.call(trap_cases.begin_slowly, 2)
+        alone.call(trap_cases.begin_and_stop, 2)
         with in_the_middle(alone, root, 2):
             os.killpg(alone.pid(0), signal.SIGSTOP)
             time.sleep(5)
@@ -332,7 +332,7 @@ def test_a_trainer_killed_in_the_middle_of_a_save(pair: Ranks, root: str, rank: 
     with Ranks(2, init=init) as ranks:
         ranks.call(trap_cases.open_kept, root, trap_cases.SLOW)
         ranks.call(trap_cases.save, 1)
-        ranks.call(trap_cases.begin_slowly, 2)
+        ranks.call(trap_cases.begin_and_stop, 2)
         with in_the_middle(ranks, root, 2):
             assert ranks.others(rank)
             ranks.kill(rank)

@@ -52,9 +52,18 @@ def begin(step: int, values: int = 3000) -> None:
     state["array"][:] = -1
 
 
-def begin_slowly(step: int) -> None:
-    """Under `SLOW`, this one takes a while."""
-    begin(step, SLOW_VALUES)
+def begin_and_stop(step: int) -> None:
+    """A save whose writer stops itself in the middle of it, until it is sent SIGCONT."""
+    has_it = threading.Event()
+
+    def give(writer: WriterProcess, task: bytes) -> None:
+        writer._schedule(writer_functions.stop_once_in_the_middle, bytes(task))
+        has_it.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WriterProcess, "async_save", give)
+        begin(step)
+        assert has_it.wait(30)
 
 
 def finish(step: int) -> ck.CommitInfo:

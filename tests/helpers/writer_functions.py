@@ -80,6 +80,22 @@ def stop_when_it_waits_for_the_outcome(task: bytes) -> None:
     worker.run(task)
 
 
+def stop_once_in_the_middle(task: bytes) -> None:
+    """The engine's own task, in a process that SIGSTOP stops before it finishes its shard, this once."""
+    from ckptengine.adapters import worker
+    from ckptengine.storage.blockio import PosixWriter
+
+    finish = PosixWriter.finish
+
+    def stop(self: PosixWriter, nbytes: int | None = None) -> int:
+        PosixWriter.finish = finish  # type: ignore[method-assign]
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return finish(self, nbytes)
+
+    PosixWriter.finish = stop  # type: ignore[method-assign]
+    worker.run(task)
+
+
 STOP_AT = "CKPT_TEST_STOP_AT"
 """Environment: the operation of the store at which `stop_at` stops, and how the path ends."""
 
