@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from ckptengine.adapters.delivery import Priority, priority_of
 from ckptengine.adapters.guard import wait_for_copies
 from ckptengine.catalog.catalog import latest, list_steps
 from ckptengine.comm.group import Group
+from ckptengine.comm.neighbours import Neighbours
 from ckptengine.config import Config
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.format.names import RunId
@@ -78,14 +80,26 @@ class Checkpointer:
             self.root, member.rank, member.world_size, self.config, RunId.parse(run), spec, directory
         )
         self._transport = connect(spec, member.rank)
+        self._neighbours = Neighbours(member.rank, member.world_size, self._transport, f"{run}/at")
         self._group = Group(
-            member.rank, member.world_size, self._transport, f"{run}/group", self.config.agree_timeout_s
+            member.rank,
+            member.world_size,
+            self._transport,
+            f"{run}/group",
+            self.config.agree_timeout_s,
+            self._neighbours,
         )
+        with contextlib.suppress(ConnectionError):  # the agreement says it better
+            self._neighbours.publish()
         self._rates = Rates()
         self._network = c10d.network(
             member, self._transport, f"{run}/exchange", self.config.restore_timeout_s
         )
-        agree_on_setup(self.root, self.config, self._group)
+        try:
+            agree_on_setup(self.root, self.config, self._group)
+        except BaseException:
+            self._neighbours.close()
+            raise
         if directory is not None:
             self._store = TracedStore(self._store, self.root)
         self._saver = Saver(self._run, self._store, self._transport, process_group)
@@ -334,6 +348,7 @@ class Checkpointer:
                 recorder.stop(self._trace)
         if self._network is not None:
             self._network.close()
+        self._neighbours.close()
         leave_exchange(self._run, self._transport)
         self._transport.close()
 

@@ -189,6 +189,7 @@ def _stream_step(
                     shards.readers(match, parts.options.verify, opened),
                     RollCall(group.rank, group.world_size, group.transport, group.key("stream")),
                     group.rank,
+                    group.neighbours,
                     threads=config.io_threads,
                     timeout_s=config.restore_timeout_s,
                 )

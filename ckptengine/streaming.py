@@ -21,6 +21,7 @@ from ckptengine.adapters.gates import Gate, anything_was_compiled
 from ckptengine.adapters.holders import Holder, check_in_place
 from ckptengine.adapters.pre_forward import Hooks
 from ckptengine.comm.failure import Failure
+from ckptengine.comm.neighbours import Neighbours
 from ckptengine.comm.rollcall import RollCall
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.info import RestoreInfo
@@ -88,6 +89,7 @@ class Stream:
         shards: Mapping[Shard, ShardReader],
         rollcall: RollCall,
         rank: int,
+        neighbours: Neighbours | None = None,
         *,
         threads: int,
         timeout_s: float,
@@ -101,7 +103,7 @@ class Stream:
         self._gates = gates
         self._holders = holders
         self._shards = shards
-        self._peers = Peers(rollcall, rank, timeout_s)
+        self._peers = Peers(rollcall, rank, timeout_s, neighbours)
         self._rank = rank
         self._threads = threads
         self._timeout_s = timeout_s

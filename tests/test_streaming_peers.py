@@ -6,11 +6,14 @@ import threading
 
 import pytest
 
-from ckptengine.comm.failure import Failure
+from ckptengine import streaming_peers
+from ckptengine.comm.failure import Failure, PeerLostError
 from ckptengine.comm.rollcall import RollCall
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.errors import CheckpointError, CommitTimeoutError, CorruptCheckpointError
+from ckptengine.read.arrivals import LOOK_S
 from ckptengine.streaming_peers import Peers
+from tests.comm.test_group import Clock, Ended
 
 
 def peers(world_size: int, timeout_s: float = 60.0) -> list[Peers]:
@@ -81,3 +84,40 @@ def test_the_wait_for_this_rank_itself_ends_with_its_news() -> None:
     news = threading.Event()
     news.set()
     one.pause(news)
+
+
+def test_a_coordinator_that_has_read_all_late_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({})
+    monkeypatch.setattr(streaming_peers, "time", clock)
+    news = threading.Event()
+    coordinator, one = peers(2, timeout_s=30.0)
+    one.done()
+    clock.now += 39.0
+    one.pause(news)
+    coordinator.done()
+    clock.now += 39.0
+    assert one.look() is False
+    one.pause(news)
+    clock.now += 41.0
+    with pytest.raises(CommitTimeoutError, match="rank 0 did not report"):
+        one.pause(news)
+
+
+@pytest.mark.parametrize("has_read", [False, True])
+def test_a_rank_whose_process_has_ended_is_named_unless_it_had_read_all(
+    monkeypatch: pytest.MonkeyPatch, has_read: bool
+) -> None:
+    clock = Clock({})
+    monkeypatch.setattr(streaming_peers, "time", clock)
+    space, neighbours = MemoryTransport(), Ended()
+    one = Peers(RollCall(1, 3, space, "s1"), 1, 60.0, neighbours)
+    if has_read:
+        RollCall(2, 3, space, "s1").done()
+    neighbours.ranks = [2]
+    clock.now += LOOK_S
+    if has_read:
+        assert one.look() is False
+    else:
+        with pytest.raises(PeerLostError, match="the process of rank 2 has ended") as caught:
+            one.look()
+        assert caught.value.rank == 2

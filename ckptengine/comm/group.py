@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from ckptengine.comm.failure import MAX_FAILURE_TEXT, Failure, StoppedByPeerError
-from ckptengine.comm.transport import Transport
+from ckptengine.comm.failure import MAX_FAILURE_TEXT, Failure, PeerLostError, StoppedByPeerError
+from ckptengine.comm.neighbours import Neighbours
+from ckptengine.comm.transport import Transport, wait_for
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.tracing.recorder import span
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-"""So often the coordinator, while it waits for a rank, looks whether others have lost it."""
+"""So often a rank that waits looks whether one has ended or left."""
+
+GRACE_S = 10.0
+"""So much longer than the coordinator the others wait. All have the same deadline, and who gives up first
+says why: it is to be the coordinator, which knows who is missing."""
 
 COORDINATOR = 0
 """The rank that lists steps, makes directories and commits."""
@@ -46,6 +52,8 @@ class Group:
     transport: Transport
     prefix: str
     timeout_s: float
+    neighbours: Neighbours | None = None
+    """Of whose end this rank hears from the kernel."""
     _calls: int = field(default=0)
     _past: list[str] = field(default_factory=list)
     """Calls whose values are still there; the coordinator's."""
@@ -165,7 +173,7 @@ class Group:
             self.transport.set_if_absent(f"{key}/lost", told)
         self.transport.set(f"{key}/{self.rank}", told)
         if self.is_coordinator:
-            reports, missing = self._collect(key, timeout_s)
+            reports, missing = self._collect(key, what, timeout_s)
             complete = not missing and len(reports) == self.world_size
             if missing:
                 failure = Failure(
@@ -183,15 +191,43 @@ class Group:
                 self._forget(self._past)
             self._past.append(key)
         else:
-            try:
-                # The coordinator may need the whole deadline itself before it can say who is missing.
-                data = self.transport.get(f"{key}/all", timeout_s + 10.0)
-            except TimeoutError:
+            reports = msgspec.msgpack.decode(self._answer(key, what, timeout_s), type=list[_Report])
+        return _values(reports)
+
+    def _answer(self, key: str, what: str, timeout_s: float) -> bytes:
+        """What the coordinator says to a call. It has its deadline from when it has come itself; where it
+        has not come, but another rank is known to be lost, that is what is wrong."""
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        look_at = time.monotonic() + LOOK_S
+        has_come, lost = False, None
+
+        def peek() -> bytes | None:
+            nonlocal deadline, look_at, has_come, lost
+            value = self.transport.peek(f"{key}/all")
+            now = time.monotonic()
+            if value is not None or now < min(look_at, deadline):
+                return value
+            look_at = now + LOOK_S
+            if not has_come and self.transport.peek(f"{key}/{COORDINATOR}") is not None:
+                has_come = True
+                deadline = now + timeout_s + GRACE_S
+            if lost is None:
+                lost = self._lost(key) or self._ended(key, what)
+                if lost is not None:
+                    deadline = now + GRACE_S
+            if lost is not None and (lost.rank == COORDINATOR or now >= deadline):
+                return self.transport.set_if_absent(
+                    f"{key}/all", msgspec.msgpack.encode([_Report(failure=lost)])
+                )
+            if now >= deadline:
                 raise CommitTimeoutError(
                     f"the coordinator did not answer within {timeout_s:g} s while {what}", rank=COORDINATOR
-                ) from None
-            reports = msgspec.msgpack.decode(data, type=list[_Report])
-        return _values(reports)
+                )
+            return None
+
+        value = wait_for(peek, math.inf)
+        assert value is not None
+        return value
 
     def scatter(self, values: list[bytes] | None, failure: Failure | None = None, *, what: str) -> bytes:
         """The coordinator gives one value for each rank, or its failure; each rank gets its own and nothing
@@ -215,13 +251,20 @@ class Group:
                 assert failure is not None
                 raise failure.to_error()
             return values[COORDINATOR]
-        try:
-            data = self.transport.get(f"{key}/{self.rank}", self.timeout_s)
-        except TimeoutError:
+        deadline = time.monotonic() + self.timeout_s
+        told = self._await(
+            f"{key}/{self.rank}", deadline, lambda: self._ended(key, what, answer_to=self.rank)
+        )
+        if told is None:
             raise CommitTimeoutError(
                 f"the coordinator did not answer within {self.timeout_s:g} s while {what}", rank=COORDINATOR
-            ) from None
-        return _values([msgspec.msgpack.decode(data, type=_Report)])[0]
+            )
+        if isinstance(told, Failure):
+            # Ranks of other hosts do not see the coordinator's end.
+            for rank in range(self.world_size):
+                self.transport.set_if_absent(f"{key}/{rank}", msgspec.msgpack.encode(_Report(failure=told)))
+            raise told.to_error()
+        return _values([msgspec.msgpack.decode(told, type=_Report)])[0]
 
     def among(self, members: Sequence[int], value: bytes, name: str, *, what: str) -> list[bytes]:
         """Some of the ranks, in the order given, tell each other a value after the last call of all ranks,
@@ -230,10 +273,11 @@ class Group:
         with _connection_named(what), span("wait for some ranks", "wait", {"while": what}):
             self.transport.set(self._among(name, self.rank), value)
             deadline = time.monotonic() + self.timeout_s
+            then = f"{self.prefix}/{self._calls + 1}"
             values = []
             for rank in members:
                 told = self._await(
-                    self._among(name, rank), deadline, lambda: self._lost(f"{self.prefix}/{self._calls + 1}")
+                    self._among(name, rank), deadline, lambda: self._lost(then) or self._ended(then, what)
                 )
                 if told is None:
                     raise CommitTimeoutError(
@@ -267,13 +311,15 @@ class Group:
         self._answered = False
         return f"{self.prefix}/{self._calls}"
 
-    def _collect(self, key: str, timeout_s: float) -> tuple[list[_Report], list[int]]:
+    def _collect(self, key: str, what: str, timeout_s: float) -> tuple[list[_Report], list[int]]:
         """All ranks' reports, and which ranks gave none. One that says that a rank is lost ends the wait."""
         deadline = time.monotonic() + timeout_s
         reports, missing = [], []
         for rank in range(self.world_size):
             told = self._await(
-                f"{key}/{rank}", deadline, lambda: self._lost(key) or self._lost(self._scattered)
+                f"{key}/{rank}",
+                deadline,
+                lambda: self._lost(key) or self._lost(self._scattered) or self._ended(key, what),
             )
             if isinstance(told, Failure):
                 return [_Report(failure=told)], []
@@ -302,6 +348,19 @@ class Group:
         """What is known of a rank that does not come to the call."""
         data = None if key is None else self.transport.peek(f"{key}/lost")
         return None if data is None else msgspec.msgpack.decode(data, type=_Report).failure
+
+    def _ended(self, key: str, what: str, answer_to: int | None = None) -> Failure | None:
+        """A rank whose process has ended before it has reported to the call; the others hear of it.
+        answer_to: the coordinator, that is, before it has answered this rank."""
+        for rank in [] if self.neighbours is None else self.neighbours.ended():
+            if answer_to is not None and rank != COORDINATOR:
+                continue
+            if self.transport.peek(f"{key}/{rank if answer_to is None else answer_to}") is None:
+                error = PeerLostError(f"the process of rank {rank} has ended while {what}", rank=rank)
+                told = msgspec.msgpack.encode(_Report(failure=Failure.of(error, self.rank)))
+                first = self.transport.set_if_absent(f"{key}/lost", told)
+                return msgspec.msgpack.decode(first, type=_Report).failure
+        return None
 
 
 @contextlib.contextmanager

@@ -58,6 +58,10 @@ class RollCall:
         self._transport.set(f"{self._prefix}/all", b"")
         return True
 
+    def is_done(self, rank: int) -> bool:
+        """Has a rank said that it has done its part?"""
+        return self._transport.peek(f"{self._prefix}/{rank}") is not None
+
     @property
     def missing(self) -> int:
         """A rank that has not been heard of, as far as this one can tell."""

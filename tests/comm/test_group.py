@@ -11,8 +11,10 @@ import msgspec
 import pytest
 
 from ckptengine.comm import group as group_module
+from ckptengine.comm import transport as transport_module
 from ckptengine.comm.failure import Failure, PeerLostError, StoppedByPeerError
 from ckptengine.comm.group import Group
+from ckptengine.comm.neighbours import Neighbours
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.errors import CheckpointError, CommitTimeoutError, CorruptCheckpointError
 
@@ -130,7 +132,11 @@ def test_a_lost_connection_is_a_checkpoint_error_that_says_what_was_going_on() -
 
 
 @pytest.mark.parametrize("absent", [(1,), (0,), (1, 2)])
-def test_a_missing_rank_is_named_on_all_others_in_time(absent: tuple[int, ...]) -> None:
+def test_a_missing_rank_is_named_on_all_others_in_time(
+    monkeypatch: pytest.MonkeyPatch, absent: tuple[int, ...]
+) -> None:
+    if absent == (0,):
+        monkeypatch.setattr(group_module, "GRACE_S", 0.3)
     results = on_ranks(3, lambda g: g.gather_all(b"", what="choosing a step"), timeout_s=0.3, absent=absent)
     results += on_ranks(3, lambda g: g.agree(what="choosing a step"), timeout_s=0.3, absent=absent)
     for rank, error in enumerate(results):
@@ -205,6 +211,138 @@ def test_one_of_some_that_does_not_come_is_named() -> None:
     error, _ = on_ranks(2, work, timeout_s=0.2, absent=(1,))
     assert isinstance(error, CommitTimeoutError)
     assert error.rank == 1
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands for `time` where nothing but waiting happens. at: what happens when."""
+
+    def __init__(self, at: dict[float, Callable[[], object]]) -> None:
+        self.now = 1000.0
+        self._at = sorted((self.now + when, what) for when, what in at.items())
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self._at and self._at[0][0] <= self.now:
+            self._at.pop(0)[1]()
+
+
+class Ended(Neighbours):
+    """Knows of what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, MemoryTransport(), "at")
+        self.ranks: list[int] = []
+
+    def ended(self) -> list[int]:
+        return self.ranks
+
+
+def reported(failure: Failure | None = None) -> bytes:
+    return msgspec.msgpack.encode({"value": None, "failure": failure})
+
+
+def waits(
+    monkeypatch: pytest.MonkeyPatch,
+    space: MemoryTransport,
+    at: dict[float, Callable[[], object]],
+    neighbours: Neighbours | None = None,
+) -> tuple[CheckpointError, float]:
+    """What rank 1 of 3 raises, with a deadline of 30 s, and after how many seconds."""
+    clock = Clock(at)
+    monkeypatch.setattr(group_module, "time", clock)
+    monkeypatch.setattr(transport_module, "time", clock)
+    with pytest.raises(CheckpointError) as caught:
+        Group(1, 3, space, "g", 30.0, neighbours).agree(what="testing")
+    return caught.value, clock.now - 1000.0
+
+
+def test_a_coordinator_that_comes_late_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = MemoryTransport()
+    missing = [{"value": None, "failure": Failure.of(PeerLostError("rank 2 is missing", rank=2), 0)}]
+    error, seconds = waits(
+        monkeypatch,
+        space,
+        {
+            39.0: lambda: space.set("g/1/0", reported()),
+            69.0: lambda: space.set("g/1/all", msgspec.msgpack.encode(missing)),
+        },
+    )
+    assert (error.rank, error.message) == (2, "rank 2 is missing")
+    assert seconds < 70
+
+
+@pytest.mark.parametrize(("comes", "until"), [(None, 40), (1.0, 42.5)])
+def test_a_coordinator_that_says_nothing_is_given_up_a_grace_after_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, comes: float | None, until: float
+) -> None:
+    space = MemoryTransport()
+    at = {} if comes is None else {comes: lambda: space.set("g/1/0", reported())}
+    error, seconds = waits(monkeypatch, space, at)
+    assert isinstance(error, CommitTimeoutError)
+    assert (error.rank, "within 30 s while testing" in error.message) == (0, True)
+    assert 39.9 < seconds < until + 1
+
+
+def test_a_rank_that_has_ended_is_the_reason_though_the_coordinator_has_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    space, neighbours = MemoryTransport(), Ended()
+    error, seconds = waits(monkeypatch, space, {5.0: lambda: neighbours.ranks.append(2)}, neighbours)
+    assert isinstance(error, CommitTimeoutError)
+    assert (error.rank, error.message) == (2, "the process of rank 2 has ended while testing")
+    assert seconds < 20
+    # The coordinator hears the same, when it comes.
+    assert outcome(lambda: Group(0, 3, space, "g", 0.0).agree(what="testing"))[2] == 2
+
+
+def test_a_coordinator_that_has_ended_is_known_on_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    space, neighbours = MemoryTransport(), Ended()
+    error, seconds = waits(monkeypatch, space, {5.0: lambda: neighbours.ranks.append(0)}, neighbours)
+    assert (error.rank, seconds < 9) == (0, True)
+    assert outcome(lambda: Group(2, 3, space, "g", 30.0).agree(what="testing"))[2] == 0
+
+
+def test_a_rank_that_has_reported_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    space, neighbours = MemoryTransport(), Ended()
+    neighbours.ranks = [0, 2]
+    for rank in (0, 2):
+        space.set(f"g/1/{rank}", reported())
+    error, seconds = waits(monkeypatch, space, {}, neighbours)
+    assert (error.rank, "did not answer" in error.message) == (0, True)
+    assert seconds > 39
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim"), [("agree", 0), ("agree", 1), ("scatter", 0), ("among", 0), ("among", 1)]
+)
+def test_all_hear_of_an_end_that_one_has_seen(
+    monkeypatch: pytest.MonkeyPatch, kind: str, victim: int
+) -> None:
+    """The others are on other hosts."""
+    monkeypatch.setattr(group_module, "LOOK_S", 0.05)
+
+    def work(group: Group) -> Any:
+        if group.rank == victim:
+            return None
+        if group.rank == 2:
+            group.neighbours = Ended()
+            group.neighbours.ranks = [victim]
+        if kind == "agree":
+            return outcome(lambda: group.agree(what="testing"))
+        if kind == "scatter":
+            return outcome(lambda: group.scatter([b""] * 3 if group.is_coordinator else None, what="testing"))
+        return outcome(lambda: group.among([0, 1, 2], b"x", "cell", what="testing"))
+
+    kinds = StoppedByPeerError if kind == "among" else CommitTimeoutError
+    results = on_ranks(3, work, timeout_s=600.0)
+    text = f"the process of rank {victim} has ended while testing"
+    assert [one for one in results if one is not None] == [(kinds, text, victim)] * 2
 
 
 # --- leaving -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -15,7 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptengine as ck
+from ckptengine.adapters.restore import RestoreTarget
 from ckptengine.format.names import shard_filename, step_dirname
+from ckptengine.read.reader import ShardReader
 from tests.dist.cases import checkpointer, rank
 from tests.helpers.ranks import wait_until
 
@@ -158,6 +161,38 @@ def interrupted_in_a_wait(root: str, victim: int) -> Raised:
             signal.signal(signal.SIGALRM, before)
         restores_again(ckpt)
     return error
+
+
+def killed_in(method: str, root: str, victim: int, streaming: bool) -> Raised:
+    """Of the ranks that restore what all need, one is killed when it comes to a method. Deadlines pass long
+    after the test's own."""
+
+    def die(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    exchange = "on" if method == "are_cached" else "off"
+    ckpt = checkpointer(root, agree_timeout_s=600.0, restore_timeout_s=600.0, exchange=exchange)
+    state = replicated(9.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == victim:
+            patch.setattr(RestoreTarget if method == "match" else ShardReader, method, die)
+        error = raised(lambda: in_full(ckpt.restore(state, streaming=streaming)))  # type: ignore[call-overload]
+    with contextlib.suppress(ck.CheckpointError, ConnectionError):
+        ckpt._close(1.0, "the test is over")
+    return error
+
+
+def replicated(value: float) -> dict[str, Any]:
+    return {"model": DistributedDataParallel(nn.Linear(30, 900)), "value": value}
+
+
+def save_replicated(root: str) -> None:
+    with checkpointer(root) as ckpt:
+        ckpt.save(1, replicated(1.0))
+
+
+def in_full(restored: Any) -> Any:
+    return restored.result() if isinstance(restored, ck.RestoreHandle) else restored
 
 
 def fall_back_where_one_rank_cannot_read(root: str, options: dict[str, Any]) -> list[tuple[Any, ...]]:

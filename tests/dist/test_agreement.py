@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ckptengine as ck
-from tests.dist import agreement_cases
-from tests.helpers.ranks import Ranks
+from tests.dist import agreement_cases, cases
+from tests.helpers.ranks import RankDied, Ranks
 
 pytestmark = pytest.mark.dist
 
@@ -138,6 +138,32 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_named_on_the_others(pair: 
         f"this rank left the restore by KeyboardInterrupt [rank {victim}]",
         victim,
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "victim", "streaming"),
+    [
+        ("match", 0, False),
+        ("read", 2, False),
+        ("read", 0, True),
+        pytest.param("are_cached", 2, False, marks=[pytest.mark.slow, pytest.mark.sample]),
+        pytest.param("read", 0, False, marks=[pytest.mark.slow, pytest.mark.sample]),
+        pytest.param("read", 2, True, marks=[pytest.mark.slow, pytest.mark.sample]),
+        pytest.param("are_cached", 0, False, marks=[pytest.mark.slow, pytest.mark.sample]),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_long_before_a_deadline(
+    root: str, method: str, victim: int, streaming: bool
+) -> None:
+    with Ranks(3, init="agent") as ranks:
+        ranks.call(cases.lend_writers)
+        ranks.call(agreement_cases.save_replicated, root)
+        results = ranks.start(agreement_cases.killed_in, method, root, victim, streaming).results()
+    assert isinstance(results.pop(victim).error, RankDied)
+    for result in results:
+        kind, message, rank = result.value
+        assert (kind, rank) == ("CommitTimeoutError", victim), message
+        assert f"the process of rank {victim} has ended while" in message
 
 
 @pytest.mark.parametrize("exchange", ["on", "off"])
