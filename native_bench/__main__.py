@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from native_bench import cases, ground, guard, more, plots, readme, report, results, runner
 from native_bench.bench import Report
 from native_bench.explained import DOCUMENT as EXPLAINED
+from native_bench.lines import Lines
 from native_bench.peers import BASE, SYSTEMS, make
 from native_bench.plan import Plan
 from native_bench.results import Results
@@ -21,8 +21,6 @@ DOCUMENT = Path("docs/benchmarks.md")
 README = Path("README.md")
 ALL = tuple(SYSTEMS)
 IMAGES = Path("docs/img")
-QUIET_S = 5.0
-"""Of all that is done in so many seconds, one line tells."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -264,9 +262,9 @@ def _measure(plan: Plan, into: Results) -> Results:
 def _progress(total: int) -> Iterator[tuple[Report, Report]]:
     """Two to be called with words: with what has happened, and, for each of `total` steps, with what comes
     next. A bar on a terminal; else lines, with the seconds since the start."""
-    start = time.monotonic()
     if not sys.stderr.isatty():
-        yield _lines(total, start)
+        with Lines(total) as lines:
+            yield lines.say, lines.advance
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -286,23 +284,6 @@ def _progress(total: int) -> Iterator[tuple[Report, Report]]:
                 bar.update(task, description=text[:60])
 
         yield say, advance
-
-
-def _lines(total: int, start: float) -> tuple[Report, Report]:
-    done, last = 0, -QUIET_S
-
-    def say(text: str) -> None:
-        nonlocal last
-        last = time.monotonic() - start
-        print(f"{last:5.0f} s  {text}", file=sys.stderr, flush=True)
-
-    def advance(text: str) -> None:
-        nonlocal done
-        done += 1
-        if text and time.monotonic() - start - last >= QUIET_S:
-            say(f"{done}/{total}  {text}")
-
-    return say, advance
 
 
 def _names(text: str) -> tuple[str, ...]:
