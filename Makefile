@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py ckptengine/storage/strea
 venv: $(STAMP) ## make the virtual environment
 
 .PHONY: demo
-demo: $(STAMP) ## train on two ranks, kill one, recover, compare bit for bit (about two minutes, CPU only)
+demo: $(STAMP) ## train on two ranks, kill one, recover, compare bit for bit (about two minutes on a quiet machine, CPU only)
 	@$(BIN)/python -m trainer.demo
 
 .PHONY: test
@@ -91,11 +91,11 @@ bench-report: $(BENCH_STAMP) ## put the last `make bench` into docs/benchmarks.m
 	@$(BENCH_VENV)/bin/python -m native_bench report bench-results/results.json
 
 .PHONY: bench-quick
-bench-quick: $(STAMP) ## the same at small sizes, with the peers at hand: is all of it right? (one to two minutes)
+bench-quick: $(STAMP) ## the same at small sizes, with the peers at hand: is all of it right? (one to two minutes on a quiet machine)
 	@$(BIN)/python -m native_bench run --quick --base --dir $(BENCH_DIR) --out bench-results/quick $(BENCH_ARGS)
 
 .PHONY: bench-guard
-bench-guard: $(STAMP) ## fail if the engine is farther from the limit than native_bench/baseline.json allows (eight minutes)
+bench-guard: $(STAMP) ## fail if a ratio to the native limit is more than 25 % behind native_bench/baseline.json, in three tries (eight minutes each)
 	@$(BIN)/python -m native_bench guard --dir $(BENCH_DIR) $(BENCH_ARGS)
 
 .PHONY: lint

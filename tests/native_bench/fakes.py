@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 
-from native_bench.peers.base import Sync, Tensors, Traits
+from native_bench.peers.base import SaveSeconds, Sync, Tensors, Traits
+from native_bench.peers.engine import Engine
 from native_bench.peers.torch_save import TorchSave
 
 
@@ -144,3 +146,19 @@ class DeafAndHanging(Deaf):
     def write(self, directory: str, step: int, state: Tensors) -> None:
         super().write(directory, step, state)
         time.sleep(3600)
+
+
+class SlowedEngine(Engine):
+    """As the engine would be after a change that makes each of its calls longer by far."""
+
+    traits = Traits(name="slowed-engine", title="slowed engine", how="", fsyncs=True, holds=1)
+    by_s = 1.5
+
+    def save(self, directory: str, step: int, state: Tensors) -> SaveSeconds:
+        found = super().save(directory, step, state)
+        return SaveSeconds(found.stall_s + self.by_s, found.done_s + self.by_s, found.extra)
+
+    def restore(self, directory: str, target: Tensors) -> Mapping[str, float]:
+        found = super().restore(directory, target)
+        time.sleep(self.by_s)
+        return found

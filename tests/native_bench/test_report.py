@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -575,9 +576,23 @@ def test_every_short_row_leads_to_a_chapter_that_there_is() -> None:
             assert found[1] in headings, row
 
 
-def _baseline(ratios: dict[str, float], **tolerances: float) -> Baseline:
-    wider = {name.replace("__", "."): value for name, value in tolerances.items()}
-    return Baseline(started="", machine="", ratios=ratios, tolerances=wider)
+class Tried:
+    """Stands in for measuring: each try gives the next of `runs`, of the cases asked for."""
+
+    def __init__(self, *runs: Results) -> None:
+        self.runs = list(runs)
+        self.asked: list[list[str]] = []
+        self.said: list[str] = []
+
+    def __call__(self, names: Collection[str]) -> Results:
+        self.asked.append(list(names))
+        run = self.runs.pop(0)
+        return msgspec.structs.replace(run, cases=[case for case in run.cases if case.case.name in names])
+
+    def behind(self, ratios: dict[str, float]) -> dict[str, list[float]]:
+        """What the guard finds behind a baseline of these ratios: the ratio in each try."""
+        baseline = Baseline(started="", machine="", ratios=ratios)
+        return {one.name: list(one.tries) for one in guard.check(self, baseline, self.said.append)}
 
 
 def test_the_guard_compares_ratios_not_seconds() -> None:
@@ -591,7 +606,7 @@ def test_the_guard_compares_ratios_not_seconds() -> None:
         for each in case.systems:
             each.samples = {key: [2 * value for value in values] for key, values in each.samples.items()}
     assert guard.ratios(twice_as_slow) == pytest.approx(before)
-    assert guard.regressions(guard.ratios(twice_as_slow), _baseline(before)) == {}
+    assert Tried(twice_as_slow).behind(before) == {}
 
 
 def test_the_guard_measures_what_its_ratios_are_made_of_and_no_more() -> None:
@@ -613,39 +628,61 @@ def test_the_guard_measures_what_its_ratios_are_made_of_and_no_more() -> None:
             assert guard.ratios(Results(mode="full", started="", cases=[alone])) != every, name
 
 
-def test_the_guard_finds_a_regression_of_more_than_a_quarter() -> None:
+@pytest.mark.parametrize("figure", sorted(guard.read().ratios))
+def test_a_regression_of_more_than_a_quarter_fails_whichever_the_ratio(figure: str) -> None:
+    """However much the rounds of the baseline's run, or of this one, scatter."""
+    case, _, what = figure.partition(".")
+    system_of = {"save": "engine-sync", "stall_overlap": "engine-overlap"}.get(what, "engine")
+    seconds_of = {
+        "save": "save_s",
+        "async_save": "save_s",
+        "stall_overlap": "stall_s",
+    }.get(what, f"{what}_s")
+
+    def slower(share: float) -> Results:
+        run = whole()
+        for found in run.cases:
+            if found.case.name == "small" and not found.find("engine-sync"):
+                found.systems.append(system("engine-sync", stall_s=0.3, save_s=0.3))
+        measured = run.case(case)
+        engine = measured.find(system_of) if measured else None
+        assert engine is not None
+        seconds = engine.median(seconds_of)
+        assert seconds is not None
+        engine.samples[seconds_of] = [share * seconds * scatter for scatter in (0.3, 0.5, 1.0, 1.9, 3.0)]
+        return run
+
+    before = guard.ratios(slower(1.0))
+    assert set(before) == set(guard.read().ratios)
+    assert Tried(slower(1 / 0.76)).behind(before) == {}
+    tried = Tried(*[slower(1 / 0.74)] * 3)
+    assert tried.behind(before) == {figure: pytest.approx([0.74 * before[figure]] * 3)}
+    assert tried.asked == [list(guard.CASES), [case], [case]]
+
+
+def test_a_ratio_that_is_not_found_has_fallen_behind() -> None:
     before = guard.ratios(made_up())
-    assert guard.regressions(guard.ratios(made_up(restore_cold_s=1.3)), _baseline(before)) == {}
-    slower = guard.ratios(made_up(restore_cold_s=1.4))
-    fell = guard.regressions(slower, _baseline(before))
-    assert fell == {"large.restore_cold": pytest.approx(1 / 1.4)}
-    assert guard.regressions({}, _baseline({"large.save": 0.9})) == {"large.save": 0.0}
-    assert guard.regressions(slower, _baseline(before, large__restore_cold=0.3)) == {}
+    assert Tried(*[made_up()] * 3).behind({**before, "large.gone": 0.9}) == {"large.gone": [0.0] * 3}
 
 
-def test_what_scatters_in_the_baseline_s_run_is_given_more_room() -> None:
-    """A limit of two speeds, which a run of fewer rounds finds at the other one: no regression."""
-    quiet = guard.tolerances(made_up())
-    assert set(quiet.values()) == {guard.TOLERANCE}
-    scattered = made_up()
-    scattered.cases[0].systems[0].samples["restore_cold_s"] = [0.7, 0.8, 1.0, 1.1, 1.2]
-    found = guard.tolerances(scattered)
-    assert found.pop("large.restore_cold") == pytest.approx((1.1 - 0.8) / 1.0)
-    assert set(found.values()) == {guard.TOLERANCE}
-    scattered.cases[0].systems[0].samples["restore_cold_s"] = [0.1, 0.2, 1.0, 2.0, 3.0]
-    assert guard.tolerances(scattered)["large.restore_cold"] == guard.MOST_TOLERANCE
-
-
-def test_the_guard_tries_again_before_it_fails() -> None:
-    baseline = Baseline(started="", machine="", ratios=guard.ratios(made_up()))
-    said: list[str] = []
-    runs = iter([made_up(save_s=2.0), made_up()])
-    assert guard.check(lambda: next(runs), baseline, said.append) == {}
-    assert "measuring once more" in said[0]
-    runs = iter([made_up(save_s=2.0), made_up(save_s=2.1)])
-    assert guard.check(lambda: next(runs), baseline, said.append) == {"large.async_save": pytest.approx(0.5)}
-    runs = iter([made_up()])
-    assert guard.check(lambda: next(runs), baseline, said.append) == {}
+def test_what_is_short_is_measured_again_and_fails_only_if_it_is_short_each_time() -> None:
+    before = guard.ratios(made_up())
+    once, twice = Tried(made_up(save_s=2.0), made_up()), Tried(*[made_up(save_s=2.0)] * 2, made_up())
+    assert once.behind(before) == twice.behind(before) == {}
+    assert once.asked == [["large", "small"], ["large"]]
+    assert twice.asked == [["large", "small"], ["large"], ["large"]]
+    assert "try 1 of 3: large.async_save at 50% of the baseline; measuring again" in once.said[0]
+    # What was right once is not looked at again, and may be short in a later try.
+    other = Tried(made_up(save_s=2.0), made_up(restore_cold_s=9.0))
+    assert other.behind(before) == {}
+    slow = Tried(made_up(save_s=2.0, restore_hot_s=9.0), made_up(save_s=1.5), made_up(save_s=1.8))
+    assert slow.behind(before) == {"large.async_save": pytest.approx([0.9 / 2.0, 0.9 / 1.5, 0.9 / 1.8])}
+    (line,) = [line for line in slow.said if line.startswith("large.async_save ")]
+    assert line.split(None, 1)[1] == (
+        "0.45, then 0.6, then 0.5 of the limit, baseline 0.9, at least 0.675  BEHIND"
+    )
+    assert [line for line in slow.said if "BEHIND" in line] == [line]
+    assert Tried(made_up()).behind(before) == {}
 
 
 def whole() -> Results:
@@ -664,7 +701,6 @@ def test_a_baseline_is_what_a_whole_run_has_measured(tmp_path: Path) -> None:
     results.write(whole(), str(file))
     assert main(["guard", "--from", str(file), "--baseline", str(path)]) == 0
     assert guard.read(path).ratios == pytest.approx(guard.ratios(whole()), abs=1e-3)
-    assert guard.read(path).tolerances == guard.tolerances(whole())
     assert guard.read(path).started == whole().started
     assert set(guard.read(path).ratios) == {
         *(f"large.{name}" for name in ("save", "async_save", "restore_cold", "restore_hot", "stall")),

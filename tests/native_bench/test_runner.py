@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from native_bench import bench, ground, results, room, runner
+from native_bench import bench, ground, guard, results, room, runner
 from native_bench.__main__ import ALL, main
 from native_bench.cases import FULL, MIB, Case, fill, layout
 from native_bench.nursery import Nursery
@@ -113,6 +113,25 @@ def test_a_dead_worker_fails_its_system_only(one_rank: CaseResult) -> None:
 def test_what_is_not_installed_is_skipped_with_the_reason(one_rank: CaseResult) -> None:
     assert one_rank.skipped == {FAKES + "Absent": "not installed (of_all_things)"}
     assert one_rank.find(FAKES + "Absent") is None
+
+
+def test_the_guard_finds_an_engine_that_was_slowed(tmp_path: Path) -> None:
+    slowed = FAKES + "SlowedEngine"
+    found = measure(tmp_path, msgspec.structs.replace(TINY, name="large"), "engine", slowed, "raw", rounds=1)
+
+    def of(name: str) -> Results:
+        """With that one as the engine."""
+        engine = found.find(name)
+        assert engine is not None
+        assert engine.error is None
+        systems = [msgspec.structs.replace(engine, name="engine"), found.find("raw")]
+        return Results(mode="quick", started="", cases=[msgspec.structs.replace(found, systems=systems)])
+
+    baseline = guard.Baseline(started="", machine="", ratios=guard.ratios(of("engine")))
+    assert guard.check(lambda names: of("engine"), baseline, lambda text: None) == []
+    behind = guard.check(lambda names: of(slowed), baseline, lambda text: None)
+    wanted = {f"large.{name}" for name in ("async_save", "restore_cold", "restore_hot", "stall")}
+    assert {one.name for one in behind} == wanted == set(baseline.ratios)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
