@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ from native_bench.condition import Condition, condition_of
 from native_bench.limits.values import Limit, MetadataLimit, ReadKnobs, WriteKnobs, WriteLimit, ZstdLimit
 
 MIB = 1 << 20
+GIB = 1 << 30
+SPARE = 64 * MIB
+PREFIX = ".limits-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,41 @@ class Row:
     skipped: str | None = None
 
 
-def rows(directory: Path, sizes: Sizes, cores: int, build_dir: Path | None = None) -> Iterator[Row]:
-    """Measures one limit after the other. `directory` is left as it was."""
+def check_place(directory: Path, sizes: Sizes) -> None:
+    """Raises OSError, with words for the user, if `directory` is nothing that files of these sizes can be
+    written to."""
+    if not directory.is_dir():
+        what = "not a directory" if directory.exists() else "not there"
+        raise OSError(f"{directory} is {what}; --dir takes a directory on the storage that is to be measured")
+    try:
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=directory):
+            pass
+    except OSError as exc:
+        raise OSError(
+            f"{directory} cannot be written to: {exc.strerror}; give another one with --dir"
+        ) from exc
+    # What is read is kept while other files are written.
+    needed, free = 2 * sizes.storage + SPARE, shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(
+            f"{directory} has {free / GIB:.2f} GiB free, and {needed / GIB:.2f} are needed; free some, or "
+            "measure less with --quick"
+        )
+
+
+def rows(
+    directory: Path,
+    sizes: Sizes,
+    cores: int,
+    build_dir: Path | None = None,
+    say: Callable[[str], None] = lambda what: None,
+) -> Iterator[Row]:
+    """Measures one limit after the other. `directory` is left as it was. say: told what is measured next."""
     by: dict[str, Any] = {"repeat": sizes.repeat, "build_dir": build_dir}
     threads = sorted({1, cores})
 
     def row(name: str, measure: Callable[..., Limit], *arguments: object, **flags: object) -> Row:
+        say(name)
         knobs = next((one for one in arguments if isinstance(one, (ReadKnobs, WriteKnobs))), None)
         try:
             return Row(name, measure(*arguments, **by, **flags), knobs)
@@ -75,13 +108,17 @@ def rows(directory: Path, sizes: Sizes, cores: int, build_dir: Path | None = Non
         for shuffle, called in ((1, ""), (2, ", byte planes")):
             name = f"zstd {level} on bf16 weights{called}, {_threads(cores)}"
             yield row(name, limits.zstd_rate, sizes.zstd, cores, level=level, shuffle=shuffle)
-    with tempfile.TemporaryDirectory(prefix=".limits-", dir=directory) as scratch:
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=directory) as scratch:
         tried: dict[str, Any] = {"rounds": sizes.grid_rounds, "build_dir": build_dir}
         try:
+            say("which settings write fastest")
             write = limits.best_direct_write(scratch, sizes.storage, **tried).knobs
+            say("write to durable")
             files = limits.direct_write(scratch, sizes.storage, write, keep=True, **by)
             limits.drop_caches(files.kept)
+            say("which settings read fastest")
             read = limits.best_direct_read(files.kept, **tried).knobs
+            say("which settings read fastest into huge pages")
             into_huge = limits.best_direct_read(files.kept, grid=limits.HUGE_READ_GRID, **tried).knobs
         except limits.LimitError as exc:
             yield Row("the storage", skipped=str(exc))
@@ -157,8 +194,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     errors = Console(stderr=True, highlight=False)
+    sizes = QUICK if given.quick else FULL
     try:
+        check_place(given.dir, sizes)
         condition = condition_of(given.dir)
+        errors.print("building the native programs, if they are not there", markup=False)
         build = limits.build(given.build_dir)
         for warning in condition.warnings:
             errors.print(f"Warning: {warning}.", markup=False)
@@ -166,12 +206,11 @@ def main(arguments: list[str] | None = None) -> int:
             errors.print(
                 f"{library} was not found; on Debian: apt-get install {package}", markup=False, soft_wrap=True
             )
-        sizes = QUICK if given.quick else FULL
-        found = []
-        for row in rows(given.dir, sizes, max(1, int(condition.cores)), given.build_dir):
-            found.append(row)
-            if errors.is_terminal:
-                errors.print(f"[{len(found)}] {row.name}", markup=False)
+
+        def say(what: str) -> None:
+            errors.print(f"measuring: {what}", markup=False, soft_wrap=True)
+
+        found = list(rows(given.dir, sizes, max(1, int(condition.cores)), given.build_dir, say))
     except (BuildError, limits.LimitError, OSError) as exc:
         errors.print(str(exc), markup=False, soft_wrap=True)
         return 1

@@ -471,6 +471,8 @@ def test_the_table_has_every_limit(
     assert set(told) == {"condition", "features", "limits"}
     skipped = {row["name"] for row in told["limits"] if row["skipped"]}
     assert {name for name in skipped if not name.startswith(("zstd", "xxh3"))} == set()
+    # Who waits is told what for, on whatever stderr is.
+    assert all(f"measuring: {row['name']}" in err for row in told["limits"] if row["name"] != "the storage")
     assert ("apt-get install liburing-dev" in err) == (not build.features.liburing)
     assert all(row["limit"]["gib_s_median"] > 0 for row in told["limits"] if not row["skipped"])
     assert limit_table.main(arguments) == 0
@@ -479,8 +481,37 @@ def test_the_table_has_every_limit(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_table_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert limit_table.main([f"--dir={tmp_path / 'absent'}"]) == 1
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("absent", "there is not there; --dir takes a directory"),
+        ("file", "there is not a directory; --dir takes a directory"),
+        ("below a file", "below is not there"),
+        ("/proc", "/proc cannot be written to: "),
+        ("full", "GiB free, and 4.06 are needed; free some, or measure less with --quick"),
+    ],
+)
+def test_a_place_that_cannot_be_measured_is_named_before_anything_is_measured(
+    kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "there"
+    if kind in ("file", "below a file"):
+        place.write_text("")
+        place = place / "below" if kind == "below a file" else place
+    elif kind == "full":
+        place.mkdir()
+        used = shutil.disk_usage(tmp_path)._replace(free=4 << 30)
+        monkeypatch.setattr(limit_table.shutil, "disk_usage", lambda path: used)
+    elif kind == "/proc":
+        place = Path(kind)
+
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("something was built or measured")
+
+    monkeypatch.setattr(limits, "build", measured)
+    monkeypatch.setattr(limits, "memcpy", measured)
+    assert limit_table.main([f"--dir={place}"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "absent" in err
+    assert said in err
+    assert len(err.splitlines()) == 1
