@@ -1,8 +1,9 @@
 """How do all ranks come to one outcome of a save that this rank gives up?
 
-The coordinator's word ends an attempt on all ranks. Its writer says it or, if that one is gone, its trainer:
-committed, if the manifest stands, else failed. The trainer of another rank tells the coordinator why it gives
-up, and waits for that word.
+The coordinator's word ends an attempt on all ranks. Its writer says it or, if that one is given up, its
+trainer: committed, if the manifest stands, else failed. The trainer of another rank tells the coordinator why
+it gives up, and waits for that word. What is given up while the coordinator may still commit it is decided
+by who speaks first (`ckptengine.write.fate`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from ckptengine.errors import CheckpointError
 from ckptengine.format.manifest import Manifest
 from ckptengine.run import Run
 from ckptengine.storage.store import Store
+from ckptengine.write.fate import COMMIT_GRACE_S, give_up
 from ckptengine.write.messages import Outcome, Ready, WriteTask, outcome_key, ready_key
-from ckptengine.write.save import report_failure, step_path
+from ckptengine.write.save import report_failure, step_path, undecided
 from ckptengine.write.waiting import OUTCOME_GRACE_S
 
 logger = logging.getLogger(__name__)
@@ -44,19 +46,29 @@ class GivingUp:
         self._transport = transport
         self._aborted = aborted
 
-    def settle(self, task: WriteTask, error: CheckpointError) -> Outcome:
-        """How the attempt ends for all ranks, as this one's writer, which is gone, cannot finish it."""
+    def settle(self, task: WriteTask, error: CheckpointError, end_writer: Callable[[], None]) -> Outcome:
+        """How the attempt ends for all ranks, as this one's writer cannot finish it. end_writer: ends it for
+        good, whatever it is at: one that is only slow must not publish what was reported as failed, nor read
+        the arena while the next save fills it."""
         failure = Failure.of(error, self._run.rank)
-        if self._run.is_coordinator:
-            outcome = self._manifest_outcome(task) or Outcome(
-                committed=False,
-                failure=failure,
-                retry=task.may_retry and failure.retryable and not self._aborted(),
-            )
-            if self._run.world_size == 1:
-                return outcome
-            return self._tell_outcome(task.attempt, outcome)
-        return self._tell_failure(task.attempt, failure, max(task.deadline_unix - time.time(), 0.001))
+        if not self._run.is_coordinator:
+            end_writer()
+            left_s = max(task.deadline_unix - time.time(), 0.001)
+            return self._tell_failure(task.attempt, failure, left_s) or self._stop_waiting(task, failure)
+        failed = Outcome(
+            committed=False,
+            failure=failure,
+            retry=task.may_retry and failure.retryable and not self._aborted(),
+        )
+        if self._run.world_size == 1:
+            end_writer()
+            return self._manifest_outcome(task) or failed
+        if self._give_up(task, failure):
+            outcome = self._tell_outcome(task.attempt, failed)  # soon: to end a process that hangs takes time
+            end_writer()
+            return outcome
+        end_writer()
+        return self._tell_outcome(task.attempt, self._manifest_outcome(task) or failed)
 
     def refuse(self, attempt: str, step: int, error: BaseException, repeats_earlier: bool) -> None:
         """Tell the others that this rank's call of the save failed. repeats_earlier: with the error of an
@@ -116,17 +128,39 @@ class GivingUp:
             logger.warning("the other ranks could not be told of %s: %s", attempt, error)
             return msgspec.structs.replace(outcome, retry=False)
 
-    def _tell_failure(self, attempt: str, failure: Failure, left_s: float) -> Outcome:
-        own = Outcome(committed=False, failure=failure)
-        deadline = time.monotonic() + left_s + OUTCOME_GRACE_S
+    def _tell_failure(self, attempt: str, failure: Failure, left_s: float) -> Outcome | None:
+        """The coordinator's word; None if it does not come in time, or is not waited for."""
         try:
             report_failure(attempt, self._run.rank, failure, self._transport)
-            while not self._aborted() and (left := deadline - time.monotonic()) > 0:
-                try:
-                    data = self._transport.get(outcome_key(attempt), min(left, ABORT_POLL_S))
-                    return msgspec.msgpack.decode(data, type=Outcome)
-                except TimeoutError:
-                    pass
+            return self._coordinators_word(attempt, left_s + OUTCOME_GRACE_S)
         except ConnectionError as error:
             logger.warning("the other ranks could not be told of %s: %s", attempt, error)
-        return own
+            return None
+
+    def _coordinators_word(self, attempt: str, timeout_s: float) -> Outcome | None:
+        deadline = time.monotonic() + timeout_s
+        while not self._aborted() and (left := deadline - time.monotonic()) > 0:
+            try:
+                data = self._transport.get(outcome_key(attempt), min(left, ABORT_POLL_S))
+                return msgspec.msgpack.decode(data, type=Outcome)
+            except TimeoutError:
+                pass
+        return None
+
+    def _stop_waiting(self, task: WriteTask, failure: Failure) -> Outcome:
+        """Its writer may have been gone only after its shard was durable: the coordinator can commit it."""
+        if self._give_up(task, failure):
+            return Outcome(committed=False, failure=failure)
+        with contextlib.suppress(ConnectionError):
+            word = self._coordinators_word(task.attempt, COMMIT_GRACE_S)
+            if word is not None:
+                return word
+        failure = Failure.of(undecided(task, failure.message), self._run.rank)
+        return self._manifest_outcome(task) or Outcome(committed=False, failure=failure)
+
+    def _give_up(self, task: WriteTask, failure: Failure) -> bool:
+        try:
+            return give_up(self._transport, task.attempt, failure)
+        except ConnectionError as error:
+            logger.warning("step %d may be committed after all, no rank is reached: %s", task.step, error)
+            return True

@@ -263,11 +263,9 @@ class Monitor:
             self._writer = None
 
     def _give_up(self, task: WriteTask, error: CheckpointError) -> Outcome:
-        """This rank's writer cannot finish the attempt: end it for good, then let all ranks agree on the
+        """This rank's writer cannot finish the attempt: end it for good, and let all ranks agree on the
         outcome."""
-        # A writer that is only slow must not publish after its save was reported as failed.
-        self._drop_writer()
-        return self._giving_up.settle(task, error)
+        return self._giving_up.settle(task, error, self._drop_writer)
 
     def _refuse(self, pending: PendingSave, error: BaseException) -> None:
         self._giving_up.refuse(str(pending.attempt), pending.handle.step, error, pending.repeats_earlier)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import signal
+import time
 
 import msgspec
 
@@ -19,11 +20,16 @@ from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
 from ckptengine.storage.traced import TracedStore
 from ckptengine.tracing import recorder
+from ckptengine.write.fate import give_up
 from ckptengine.write.messages import Outcome, TransportSpec, WriteTask, gone_key
 from ckptengine.write.methods import History
 from ckptengine.write.save import forget, report_failure, run_save
 
 logger = logging.getLogger(__name__)
+
+COMMIT_S = lifeline.LAST_WORD_S - 1.0
+"""For the commit that is being made when the trainer ends."""
+POLL_S = 0.01
 
 
 def warm_up() -> None:
@@ -88,6 +94,12 @@ class _Process:
     def history(self, root: str) -> History:
         return self._histories.setdefault(root, History())
 
+    def await_end(self, timeout_s: float) -> None:
+        """Wait for the newest task to end; called by another thread than carries it out."""
+        until = time.monotonic() + timeout_s
+        while not self.ended and time.monotonic() < until:
+            time.sleep(POLL_S)
+
     def transport(self, spec: TransportSpec) -> Transport:
         if spec not in self._transports:
             self._transports[spec] = c10d.connect(spec)
@@ -95,7 +107,7 @@ class _Process:
 
     def tidy(self, task: WriteTask, transport: Transport, outcome: Outcome) -> None:
         """Keep the transport from growing with every save."""
-        if outcome.committed and task.world_size > 1:
+        if outcome.committed:
             with contextlib.suppress(ConnectionError):
                 for attempt in self._past_attempts:
                     forget(attempt, task.world_size, transport)
@@ -120,9 +132,12 @@ def _last_word() -> None:
     )
     with contextlib.suppress(ConnectionError):
         transport = _process.transport(task.transport)
-        transport.set_if_absent(gone_key(task.attempt), msgspec.msgpack.encode(failure))
-        if not ended:
+        if not ended and task.rank == COORDINATOR and not give_up(transport, task.attempt, failure):
+            # All shards are durable, and a commit takes milliseconds: then the others hear of it as ever.
+            _process.await_end(COMMIT_S)
+        elif not ended:
             report_failure(task.attempt, task.rank, failure, transport)
+        transport.set_if_absent(gone_key(task.attempt), msgspec.msgpack.encode(failure))
 
 
 class _Unreachable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -69,9 +69,10 @@ def commit(
     shard_paths: Sequence[str],
     own: Future[IndexDraft],
     beat: Beat,
+    claim: Callable[[], None],
 ) -> Manifest:
     """Check every shard from this mount, publish `INDEX` and `MANIFEST.json`, and return the manifest. There
-    is a beat after each step.
+    is a beat after each step. claim: called before the manifest is published; raises if that may not be.
 
     The check is not politeness: a client that lost its connection can report a good sync for bytes that other
     mounts never see. A header with the digest that its rank reported is the one that rank encoded, so it is
@@ -120,6 +121,7 @@ def commit(
     data = encode_manifest(manifest)
     # Read back before it counts, by the rules every reader applies; that also gives the fingerprint.
     manifest = decode_manifest(data, path=path)
+    claim()
     store.publish(path, data)
     return manifest
 

@@ -104,6 +104,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     retry: bool = False
 
 
+class Fate(msgspec.Struct, frozen=True, kw_only=True):
+    """The coordinator makes the commit (no failure), or the attempt was given up for this reason: whichever
+    was said first."""
+
+    failure: Failure | None = None
+
+
 State = Literal["waiting", "writing", "durable", "committing", "ended"]
 """Waiting for the directory, or, on the coordinator, making it; writing the shard; waiting for the other
 ranks; making the commit (the coordinator only); outcome known."""
@@ -143,6 +150,11 @@ def failed_key(attempt: str) -> str:
 
 def outcome_key(attempt: str) -> str:
     return f"{attempt}/outcome"
+
+
+def fate_key(attempt: str) -> str:
+    """Holds a `Fate`."""
+    return f"{attempt}/fate"
 
 
 def gone_key(attempt: str) -> str:

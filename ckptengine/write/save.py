@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from concurrent.futures import Future
+from functools import partial
 
 import msgspec
 
@@ -29,12 +30,14 @@ from ckptengine.staging.arena import Arena
 from ckptengine.storage.store import Store
 from ckptengine.write.commit import collect_receipts, commit
 from ckptengine.write.draft import IndexDraft, begin_draft
+from ckptengine.write.fate import COMMIT_GRACE_S, claim_commit, give_up
 from ckptengine.write.messages import (
     Outcome,
     Ready,
     Receipt,
     WriteTask,
     failed_key,
+    fate_key,
     outcome_key,
     ready_key,
     receipt_key,
@@ -89,6 +92,7 @@ def forget(attempt: str, world_size: int, transport: Transport) -> None:
         ready_key(attempt),
         failed_key(attempt),
         outcome_key(attempt),
+        fate_key(attempt),
         *(receipt_key(attempt, rank) for rank in range(world_size)),
     ):
         transport.delete(key)
@@ -252,7 +256,16 @@ def _decide(
         reporter.enter("committing")
         paths = [shard_path(task, rank) for rank in range(task.world_size)]
         assert draft is not None  # or there would be no good receipt
-        manifest = commit(store, step_path(task), task, receipts, paths, draft, reporter.beat)
+        manifest = commit(
+            store,
+            step_path(task),
+            task,
+            receipts,
+            paths,
+            draft,
+            reporter.beat,
+            claim=partial(claim_commit, transport, task.attempt),
+        )
         reporter.beat()
         outcome = msgspec.structs.replace(
             _committed(manifest),
@@ -270,10 +283,7 @@ def _decide(
         if outcome.committed:  # the manifest stands, and the others will find it
             return outcome
         raise
-    told = msgspec.msgpack.decode(data, type=Outcome)
-    if outcome.committed and not told.committed:
-        logger.warning("step %d was committed after its save had been given up", task.step)
-    return told
+    return msgspec.msgpack.decode(data, type=Outcome)
 
 
 def _report_and_wait(
@@ -283,23 +293,42 @@ def _report_and_wait(
         transport.set_if_absent(failed_key(task.attempt), msgspec.msgpack.encode(receipt.failure))
     transport.set(receipt_key(task.attempt, task.rank), msgspec.msgpack.encode(receipt))
     try:
-        data = wait_for_key(
-            transport, task, reporter.beat, outcome_key(task.attempt), grace_s=OUTCOME_GRACE_S
-        )
-        return msgspec.msgpack.decode(data, type=Outcome)
+        return _await_outcome(task, transport, reporter)
     except (TimeoutError, ConnectionError, CheckpointError) as error:
         # The coordinator may have died between publishing and telling; the manifest is the truth.
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(store, step_path(task))
             if manifest.attempt == task.attempt:
                 return _committed(manifest)
-        if isinstance(error, CheckpointError) and not isinstance(error, CommitTimeoutError):
+        if isinstance(error, CheckpointError):
             raise
-        raise CommitTimeoutError(
-            f"step {task.step}: the coordinator did not say in time how the attempt ended ({error})",
+        raise undecided(task, error) from None
+
+
+def _await_outcome(task: WriteTask, transport: Transport, reporter: Reporter) -> Outcome:
+    wait = partial(wait_for_key, transport, task, reporter.beat, outcome_key(task.attempt))
+    try:
+        data = wait(grace_s=OUTCOME_GRACE_S)
+    except TimeoutError:
+        silent = CommitTimeoutError(
+            f"step {task.step}: the coordinator did not say in time how the attempt ended",
             path=step_path(task),
             rank=COORDINATOR,
-        ) from None
+        )
+        if give_up(transport, task.attempt, Failure.of(silent, task.rank)):
+            raise silent from None
+        data = wait(grace_s=OUTCOME_GRACE_S + COMMIT_GRACE_S)
+    return msgspec.msgpack.decode(data, type=Outcome)
+
+
+def undecided(task: WriteTask, reason: object) -> CommitTimeoutError:
+    """The error of a rank that will not hear whether the coordinator has made the commit."""
+    return CommitTimeoutError(
+        f"step {task.step}: the coordinator was making the commit, and did not say how that ended ({reason})",
+        path=step_path(task),
+        rank=COORDINATOR,
+        hint="the step may be committed: `ckpt list` tells",
+    )
 
 
 def _committed(manifest: Manifest) -> Outcome:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from ckptengine.comm.transport import MemoryTransport
 from ckptengine.errors import CheckpointError, SaveFailedError
 from ckptengine.format.index import build_index
 from ckptengine.format.layout import lay_out
-from ckptengine.format.names import INDEX_NAME, AttemptId, RunId, shard_filename, step_dirname
+from ckptengine.format.names import INDEX_NAME, MANIFEST_NAME, AttemptId, RunId, shard_filename, step_dirname
 from ckptengine.format.shard import ShardHeader, TensorEntry, encode_header
 from ckptengine.read.plan import Destination
 from ckptengine.read.reader import read_shard
@@ -34,7 +35,8 @@ from ckptengine.storage.posix import PosixStore
 from ckptengine.storage.store import Store
 from ckptengine.testing.faulty import FaultyStore
 from ckptengine.testing.nondurable import NonDurableStore, SimulatedCrash
-from ckptengine.write.messages import ArenaRef, Outcome, SaveStatus, TransportSpec, WriteTask
+from ckptengine.write import save as writing
+from ckptengine.write.messages import ArenaRef, Outcome, SaveStatus, TransportSpec, WriteTask, fate_key
 from ckptengine.write.methods import History
 from ckptengine.write.save import run_save
 from ckptengine.write.staged import refusal
@@ -321,6 +323,84 @@ def test_all_ranks_name_the_one_that_never_reports_though_their_own_deadlines_we
     for outcome in outcomes:
         assert outcome.failure is not None
         assert (outcome.failure.rank, outcome.failure.kind) == (2, "CommitTimeoutError")
+
+
+class WaitingStore(FaultyStore):
+    """Waits, in one method, until it may go on."""
+
+    def __init__(self, method: str, may_go_on: Callable[[], bool]) -> None:
+        super().__init__(PosixStore())
+        self._method, self._may_go_on = method, may_go_on
+
+    def sync_dir(self, path: str) -> None:
+        self._wait("sync_dir")
+        super().sync_dir(path)
+
+    def publish(self, path: str, data: bytes) -> None:
+        if path.endswith(MANIFEST_NAME):
+            self._wait("publish")
+        super().publish(path, data)
+
+    def _wait(self, method: str) -> None:
+        deadline = time.monotonic() + 60
+        while method == self._method and not self._may_go_on():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def save_with_a_slow_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, may_go_on: Callable[[MemoryTransport], bool]
+) -> list[Outcome]:
+    """What the two ranks hear if the coordinator's request came long after the other's."""
+    monkeypatch.setattr(writing, "OUTCOME_GRACE_S", 0.1)
+    transport = MemoryTransport()
+    store = WaitingStore(method, lambda: may_go_on(transport))
+
+    def run(rank: int) -> Outcome:
+        task, payload = staged(str(tmp_path), 1, rank, 1, timeout_s=1.5 if rank else 60.0)
+        with holding(payload) as arena:
+            return run_save(task, PosixStore() if rank else store, transport, arena, History())
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, [0, 1]))
+
+
+ATTEMPT = str(AttemptId(RUN, 1))
+
+
+def test_what_one_rank_has_given_up_is_not_committed_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def given_up(transport: MemoryTransport) -> bool:
+        return transport.peek(fate_key(ATTEMPT)) is not None
+
+    for outcome in save_with_a_slow_coordinator(tmp_path, monkeypatch, "sync_dir", given_up):
+        assert not outcome.committed
+        assert outcome.failure is not None
+        assert "the coordinator did not say in time how the attempt ended" in outcome.failure.message
+    assert list_steps(PosixStore(), str(tmp_path)) == []
+
+
+def test_a_rank_whose_patience_ends_while_the_commit_is_made_hears_how_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def asked_in_vain(transport: MemoryTransport) -> bool:
+        return bool(asked)
+
+    stop = writing.give_up
+
+    def give_up(*args: Any) -> bool:
+        given_up = stop(*args)
+        asked.append("given up" if given_up else "being committed")
+        return given_up
+
+    monkeypatch.setattr(writing, "give_up", give_up)
+    outcomes = save_with_a_slow_coordinator(tmp_path, monkeypatch, "publish", asked_in_vain)
+    assert asked == ["being committed"]
+    assert all(outcome.committed for outcome in outcomes)
+    assert check_whole(PosixStore(), str(tmp_path)) == [1]
 
 
 def test_a_coordinator_that_never_comes_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
