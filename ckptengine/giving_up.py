@@ -53,7 +53,7 @@ class GivingUp:
         failure = Failure.of(error, self._run.rank)
         if not self._run.is_coordinator:
             end_writer()
-            left_s = max(task.deadline_unix - time.time(), 0.001)
+            left_s = max(task.deadline - time.monotonic(), 0.001)
             return self._tell_failure(task.attempt, failure, left_s) or self._stop_waiting(task, failure)
         failed = Outcome(
             committed=False,

@@ -199,7 +199,7 @@ class Monitor:
             error: CheckpointError
             if self._abort is not None:
                 error = SaveFailedError(f"step {pending.handle.step}: {self._abort}", rank=self._run.rank)
-            elif time.time() > pending.deadline:
+            elif time.monotonic() > pending.deadline:
                 error = CommitTimeoutError(
                     f"step {pending.handle.step}: not committed within "
                     f"{self._run.config.commit_timeout_s:g} s, this rank's state was not captured",

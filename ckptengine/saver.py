@@ -72,7 +72,7 @@ class Saver:
         pending = PendingSave(
             handle=handle,
             attempt=AttemptId(self._run.run, self._saves),
-            deadline=handle.times.requested + self._run.config.commit_timeout_s,
+            deadline=time.monotonic() + self._run.config.commit_timeout_s,
         )
         try:
             handle.step = check_step(step)
@@ -205,7 +205,7 @@ class Saver:
             self._monitor.start_writer()
             if arena is None:
                 with span("get arena", "wait", {"wanted": snapshot.nbytes}):
-                    arena = self._pool.acquire(snapshot.nbytes, max(pending.deadline - time.time(), 0.0))
+                    arena = self._pool.acquire(snapshot.nbytes, max(pending.deadline - time.monotonic(), 0.0))
                 snapshot.begin(arena)
             task = self._task(pending, snapshot, arena, metadata_tree)
             if not early:
@@ -312,7 +312,7 @@ class Saver:
             stripe_nbytes=config.stripe_nbytes,
             io_threads=config.io_threads,
             transport=run.spec,
-            deadline_unix=pending.deadline,
+            deadline=pending.deadline,
             metadata=metadata_tree,
             keep_last=config.keep_last,
             keep_every=config.keep_every,

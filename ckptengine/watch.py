@@ -48,8 +48,8 @@ class Around:
 
 
 class Watch:
-    """One attempt, from its hand-over to the writer on. deadline: Unix seconds. The handle is told of the
-    moments that the writer reports."""
+    """One attempt, from its hand-over to the writer on. deadline: by `time.monotonic`. The handle is told of
+    the moments that the writer reports."""
 
     def __init__(
         self, task: WriteTask, page: StatusPage, config: Config, deadline: float, handle: SaveHandle
@@ -109,7 +109,7 @@ class Watch:
                 rank=task.rank,
                 hint="the previous checkpoint stands; the next save starts a new writer",
             )
-        if time.time() > self._deadline:
+        if time.monotonic() > self._deadline:
             where = "state was still being copied" if around.copying else f"writer was {doing}"
             return CommitTimeoutError(
                 f"step {task.step}: not committed within {config.commit_timeout_s:g} s, this rank's {where}",

@@ -132,7 +132,7 @@ def test_what_is_given_up_is_said_before_the_writer_has_ended_and_cannot_be_comm
 
 def past_its_deadline(task: WriteTask, monkeypatch: pytest.MonkeyPatch) -> WriteTask:
     monkeypatch.setattr(giving_up, "OUTCOME_GRACE_S", 0.01)
-    return msgspec.structs.replace(task, rank=1, deadline_unix=time.time() - 1)
+    return msgspec.structs.replace(task, rank=1, deadline=time.monotonic() - 1)
 
 
 def test_a_rank_that_has_waited_in_vain_keeps_the_others_from_committing(

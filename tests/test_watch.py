@@ -33,12 +33,12 @@ class Watched:
     def __init__(self, rank: int, state: State | None, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(watch.time, "monotonic", lambda: self.now)
-        self.task, _ = staged("/nowhere", 1, rank, 1, timeout_s=3600)
+        self.task, _ = staged("/nowhere", 1, rank, 1, timeout_s=1e7)
         self.page = StatusPage(memoryview(bytearray(STATUS_NBYTES)))
         self.status = SaveStatus(attempt=self.task.attempt, state="waiting")
         config = ck.Config(stall_timeout_s=10)
         handle = ck.SaveHandle(1, time.time())
-        self._watch = Watch(self.task, self.page, config, self.task.deadline_unix, handle)
+        self._watch = Watch(self.task, self.page, config, self.task.deadline, handle)
         if state is not None:
             self.says(state=state)
 
@@ -114,9 +114,8 @@ def test_a_writer_has_some_time_after_the_deadline_to_say_whom_it_waited_for(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(rank, "durable", monkeypatch)
-    writers_own = watched.task.deadline_unix + (OUTCOME_GRACE_S if rank else 0.0)
-    monkeypatch.setattr(watch.time, "time", lambda: writers_own + 1.0)
-    assert watched.after(0) is None
+    writers_own = watched.task.deadline + (OUTCOME_GRACE_S if rank else 0.0)
+    assert watched.after_one_look(writers_own + 1.0 - watched.now) is None
     missing = Failure(kind="CommitTimeoutError", message="rank 7 did not come", rank=7)
     watched.says(state="ended", outcome=Outcome(committed=False, failure=missing))
     assert watched.after(0) == Outcome(committed=False, failure=missing)
@@ -128,11 +127,17 @@ def test_a_writer_that_speaks_is_given_up_all_the_same_soon_after_the_deadline(
 ) -> None:
     watched = Watched(rank, "durable", monkeypatch)
     watched.says()
-    ended = watched.task.deadline_unix + WRITER_GRACE_S + (OUTCOME_GRACE_S if rank else 0.0)
-    monkeypatch.setattr(watch.time, "time", lambda: ended + 0.1)
-    found = watched.after(0)
+    ended = watched.task.deadline + WRITER_GRACE_S + (OUTCOME_GRACE_S if rank else 0.0)
+    found = watched.after_one_look(ended + 0.1 - watched.now)
     assert isinstance(found, ck.CommitTimeoutError)
     assert "waiting for the " in str(found)
+
+
+def test_a_clock_that_is_set_ends_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(0, "durable", monkeypatch)
+    set_to = time.time() + 1e9
+    monkeypatch.setattr(watch.time, "time", lambda: set_to)
+    assert watched.after(1) is None
 
 
 # --- a real writer, stopped at a known place -------------------------------------------------------

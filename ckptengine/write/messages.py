@@ -64,7 +64,8 @@ class WriteTask(msgspec.Struct, frozen=True, kw_only=True):
     stripe_nbytes: int = 4 << 20
     io_threads: int
     transport: TransportSpec
-    deadline_unix: float
+    deadline: float
+    """By `time.monotonic`, which all processes of a host share, and nobody sets."""
     may_retry: bool = False
     metadata: Any = None
     """The user's metadata as a tree; the coordinator's is the one that is committed."""

@@ -35,7 +35,7 @@ def waiting_for(mark: StagedMark, task: WriteTask, beat: Beat = unheard) -> Stag
             reason = mark.refusal
             if reason is not None:
                 raise msgspec.msgpack.decode(reason, type=Failure).to_error(SaveFailedError)
-            if time.time() > task.deadline_unix:
+            if time.monotonic() > task.deadline:
                 raise CommitTimeoutError(
                     f"step {task.step}: the state was still being copied at the deadline", rank=task.rank
                 )

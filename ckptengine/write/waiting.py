@@ -58,7 +58,7 @@ def wait_for_key(
         time.sleep(seconds)
 
     with span("wait for ranks", "wait", {"for": key.removeprefix(f"{task.attempt}/")}):
-        value = wait_for(peek, max(task.deadline_unix + grace_s - time.time(), 0.001), sleep)
+        value = wait_for(peek, max(task.deadline + grace_s - time.monotonic(), 0.001), sleep)
     if value is None:
         raise TimeoutError(f"no value for {key!r} before the deadline")
     return value

@@ -110,7 +110,7 @@ def staged(
         direct_io="auto",
         io_threads=2,
         transport=TransportSpec(kind="none"),
-        deadline_unix=time.time() + timeout_s,
+        deadline=time.monotonic() + timeout_s,
         metadata={"step": step},
         keep_last=2,
     )
