@@ -149,10 +149,10 @@ class Stream:
         self._held = held
         parcels = self._delivery.parcels
         gates = [(gate, parcels.holding(gate.memory)) for gate in self._gates]
-        modules = [(one.module, parcels.holding(one.memory)) for one in self._holders]
+        modules = [(one.module, one.memory, parcels.holding(one.memory)) for one in self._holders]
         self._hooks = Hooks(
             [(gate, needed) for gate, needed in gates if needed],
-            [(module, needed) for module, needed in modules if needed],
+            [one for one in modules if one[2]],
             self._delivery.optimizers,
             self._arrivals,
             self.wait,
@@ -252,6 +252,8 @@ class Stream:
         with self._finishing:
             if self._info is not None:
                 return True
+            if self._error is not None:
+                raise self._error
             hooks = self._hooks
         parcels = self._delivery.parcels
         meant = None if what is None else parcels_meant(what, parcels, self._holders)
@@ -327,9 +329,16 @@ class Stream:
         if self in _live:
             _live.remove(self)
         self._release()
+        self._let_go()
         with contextlib.suppress(ConnectionError):
             if self._error is None:
                 self._peers.forget()
+
+    def _let_go(self) -> None:
+        """Whoever keeps this, or its handle, keeps nothing of the state."""
+        self._delivery.release()
+        self._gates, self._holders, self._shards = (), (), {}
+        self._agree = None
 
     def leave_steps(self) -> None:
         """After the end, not from within an optimizer's step."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -661,6 +663,64 @@ def test_a_modules_memory_is_exchanged_once_it_is_there(
         assert own.is_shared() == (change is nn.Module.share_memory)
 
 
+class Shared(nn.Module):
+    """Two modules have a parameter in common, and a buffer; each has one of its own too. Two more parameters
+    share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.filler, self.second = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.second.weight = self.first.weight
+        self.third = nn.Linear(WIDTH, WIDTH)
+        self.third.weight = nn.Parameter(self.first.weight.data)
+        for module in (self.first, self.second):
+            module.register_buffer("seen", torch.ones(9000))
+        self.second.seen = self.first.seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.filler(self.first(x)))) + self.second.seen[:WIDTH]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16, nn.Module.share_memory])
+def test_what_modules_share_is_exchanged_with_one_of_them(
+    ckpt: ck.Checkpointer, change: Callable[[nn.Module], nn.Module], compiled: bool
+) -> None:
+    """Before the other one's own tensors are there."""
+    torch.manual_seed(1)
+    stored = Shared()
+    ckpt.save(1, {"model": stored})
+    torch.manual_seed(2)
+    model = Shared()
+    if compiled:
+        model.compile(backend="eager")
+    priority = ["model.first", "model.filler", "model.second"]
+    with held_blocks("model.second.bias") as gate:
+        handle = ckpt.restore({"model": model}, streaming=True, priority=priority)
+        waits = ends(lambda: change(model))
+        assert not waits.wait(0.1)
+        gate.open()
+        assert waits.wait(IN_TIME_S)
+        x = torch.ones(1, WIDTH, dtype=model.first.weight.dtype)
+        assert torch.equal(model(x), change(stored)(x))
+        handle.result()
+    assert hooks_of(model) == 0
+    torch.compiler.reset()
+
+
+def test_what_modules_share_is_still_looked_after_in_all_of_them(ckpt: ck.Checkpointer) -> None:
+    ckpt.save(1, {"model": Shared()})
+    model = Shared()
+    with held_blocks("model.first.weight") as gate:
+        handle = ckpt.restore({"model": model}, streaming=True)
+        model.second.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        gate.open()
+        with pytest.raises(ck.CheckpointError, match="a Linear were exchanged"):
+            model.double()
+        with pytest.raises(ck.CheckpointError, match="a Linear were exchanged"):
+            handle.result()
+
+
 def test_a_module_is_refused_for_sharing_before_its_memory_is_touched(
     ckpt: ck.Checkpointer, saved: Job
 ) -> None:
@@ -922,6 +982,29 @@ def test_fifty_restores_leave_nothing(ckpt: ck.Checkpointer, saved: Job) -> None
     assert len(_global_optimizer_pre_hooks) == hooks
     # Threads that have nothing left to do end by themselves; what earlier tests left may have been collected.
     wait_until(lambda: threading.active_count() <= threads and process.num_fds() <= files)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["handle dropped", "handle kept"])
+@pytest.mark.parametrize("end", ["result", "step", "step and forward", "given up"])
+def test_nothing_of_the_state_is_kept_after_the_end(
+    ckpt: ck.Checkpointer, saved: Job, end: str, kept: bool
+) -> None:
+    job = Job(2)
+    handle: Any = ckpt.restore(job.state, streaming=True)
+    if end == "result":
+        handle.result()
+    elif end == "given up":
+        handle._abandon()
+    else:
+        job.step()
+        if end == "step and forward":
+            job.loss()
+    parts = [weakref.ref(one) for one in (job.model, job.model[0], job.model[0].weight, job.optimizer)]
+    if not kept:
+        del handle
+    del job
+    gc.collect()
+    assert [one() for one in parts] == [None] * len(parts)
 
 
 EXITS = """

@@ -189,6 +189,13 @@ class Delivery:
         for action in self._at_last:
             action()
 
+    def release(self) -> None:
+        """After the end: let go of all that is in the state."""
+        self._plan = Plan()
+        self._held, self._at_once, self._at_last, self.optimizers = [], [], [], []
+        self._direct.clear()
+        self._streams.clear()
+
     def batches(self, shards: Mapping[Shard, ShardReader]) -> Iterator[Batch]:
         """All that is to be read. Each batch's reads are to be done before the next one is asked for.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,16 @@ class Gate:
     def memory(self) -> list[Memory]:
         return [*(memory for _, memory in self.watched), *self.beside]
 
-    def is_as_it_was(self) -> bool:
-        """Has the module the same tensors, and these the same memory, as when the gate was made?"""
+    def is_as_it_was(self, asked: Callable[[Memory], bool] = lambda memory: True) -> bool:
+        """Has the module the same tensors, and these the same memory, as when the gate was made? asked: of
+        which memory that is to be known."""
         present = {id(tensor) for tensor in _tensors(self.module, self.whole)}
+        beside = [memory for memory in self.beside if asked(memory)]
         return all(
-            id(tensor) in present and memory in memory_of(tensor) for tensor, memory in self.watched
-        ) and self.beside == tuple(_beside_of(self.module, self.whole))
+            id(tensor) in present and memory in memory_of(tensor)
+            for tensor, memory in self.watched
+            if asked(memory)
+        ) and (not beside or {*beside} <= {*_beside_of(self.module, self.whole)})
 
 
 def modules_in(state: Any) -> list[nn.Module]:

@@ -7,7 +7,9 @@ waits, see `other_uses`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckptengine.adapters.gates import Gate
 from ckptengine.adapters.other_uses import ModuleGuard, OptimizerGuard, copied
+from ckptengine.adapters.parcels import Memory
 from ckptengine.errors import CheckpointError
 from ckptengine.read.arrivals import Arrivals
 
@@ -26,7 +29,8 @@ _HINT = "exchange tensors (swap_tensors, .data, a new parameter) before the rest
 
 
 class Hooks:
-    """The hooks of one restore. modules, optimizers: of the state; wait: returns when the parcels are there,
+    """The hooks of one restore. modules, optimizers: of the state; a module with the memory of its own
+    tensors, and the parcels that are in it; wait: returns when the parcels are there,
     or raises; finish: what an optimizer's step waits for, and what takes or changes an optimizer's state.
 
     All methods are called on the training thread.
@@ -35,7 +39,7 @@ class Hooks:
     def __init__(
         self,
         gates: Iterable[tuple[Gate, Sequence[int]]],
-        modules: Iterable[tuple[nn.Module, Sequence[int]]],
+        modules: Iterable[tuple[nn.Module, Sequence[Memory], Sequence[int]]],
         optimizers: Iterable[Optimizer],
         arrivals: Arrivals,
         wait: Wait,
@@ -43,12 +47,17 @@ class Hooks:
     ) -> None:
         self._finish = finish
         self._arrivals = arrivals
-        guards = {module: _Guarded(module, parcels, arrivals, wait) for module, parcels in modules}
+        guards = {
+            module: _Guarded(module, memory, parcels, arrivals, wait, self._settle)
+            for module, memory, parcels in modules
+        }
         self._held = [_Held(gate, parcels, arrivals, wait, guards) for gate, parcels in gates]
         self._guarded = list(guards.values())
+        self._holding: dict[Memory, list[_Held]] | None = None
         self._optimizers = [OptimizerGuard(optimizer, finish) for optimizer in optimizers]
         self._first = self._held[0].gate if self._held else None
-        self._last: _Held | None = None
+        # Its module has it. Through torch's list of hooks, nothing here may keep that alive.
+        self._last: weakref.ref[_Held] | None = None
         self._step: Any = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -65,6 +74,17 @@ class Hooks:
                 self._held.append(one)
         self._guarded = [one for one in self._guarded if not one.try_pass()]
 
+    def _settle(self, memory: Collection[Memory]) -> None:
+        """What is there may be exchanged from now on, also by one of several modules that share it."""
+        if self._holding is None:
+            self._holding = defaultdict(list)
+            for held in self._held:
+                for one in held.gate.memory:
+                    self._holding[one].append(held)
+        sharing = {id(held): held for one in memory for held in self._holding.get(one, ())}
+        for held in sharing.values():
+            held.settle(memory)
+
     def leave(self, *, in_step: bool = False) -> None:
         """All is there, or all is over. in_step: from within an optimizer's step; torch goes through the
         hooks of it, so that it is the next forward that removes the last one."""
@@ -74,29 +94,43 @@ class Hooks:
             guarded.remove()
         for optimizer in self._optimizers:
             optimizer.remove()
-        self._held, self._guarded, self._optimizers = [], [], []
+        self._held, self._guarded, self._optimizers, self._holding = [], [], [], None
+        first, self._first = self._first, None
         if not in_step:
             self._leave_steps()
-        elif self._first is not None and self._last is None:
-            self._last = _Held(self._first, (), self._arrivals, lambda parcels: self._leave_steps(), {})
+        elif first is not None:
+            last = _Held(first, (), self._arrivals, lambda parcels: self._leave_steps(), {})
+            self._last = weakref.ref(last)
 
     def _leave_steps(self) -> None:
         if self._step is not None:
             self._step.remove()
             self._step = None
-        if self._last is not None:
-            self._last.remove()
-            self._last = None
+        last = None if self._last is None else self._last()
+        if last is not None:
+            last.remove()
+        self._last = None
 
 
 class _Guarded:
     """Holds what takes or changes a module's own tensors until their parcels are there.
 
+    memory: theirs; settle: is told that it is there.
     gate: the module's, which is passed with it where it waits for no more than that.
     """
 
-    def __init__(self, module: nn.Module, parcels: Sequence[int], arrivals: Arrivals, wait: Wait) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        memory: Sequence[Memory],
+        parcels: Sequence[int],
+        arrivals: Arrivals,
+        wait: Wait,
+        settle: Callable[[Collection[Memory]], object],
+    ) -> None:
         self.gate: _Held | None = None
+        self._memory = frozenset(memory)
+        self._settle = settle
         self._parcels = parcels
         self._arrivals = arrivals
         self._wait = wait
@@ -104,6 +138,7 @@ class _Guarded:
 
     def _pass(self) -> None:
         self._wait(self._parcels)
+        self._settle(self._memory)
         if self.gate is not None:
             self.gate.try_pass()
 
@@ -135,6 +170,7 @@ class _Held:
             guard.gate = self
         self._arrivals = arrivals
         self._passed = False
+        self._settled: set[Memory] = set()
         self._parcels = parcels
         self._wait = wait
         module: Any = gate.module
@@ -175,8 +211,15 @@ class _Held:
             self.remove()
         return self._passed
 
-    def _check(self) -> None:
-        if self._parcels and not self.gate.is_as_it_was():
+    def settle(self, memory: Collection[Memory]) -> None:
+        """What is there now is looked at now, and not again."""
+        new = {*memory} - self._settled
+        if not self._passed and new:
+            self._check(new.__contains__)
+            self._settled |= new
+
+    def _check(self, asked: Callable[[Memory], bool] | None = None) -> None:
+        if self._parcels and not self.gate.is_as_it_was(asked or (lambda one: one not in self._settled)):
             raise CheckpointError(
                 f"tensors of a {type(self.gate.module).__name__} were exchanged for others, or given other "
                 "memory, while it was being restored: what was read is not in them",
