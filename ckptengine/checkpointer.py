@@ -228,6 +228,10 @@ class Checkpointer:
         names or of their first parts: `{"model": "model.module"}` for what was saved from a wrapped model.
         The optimizer of a `training_state` goes with its model.
 
+        A pattern that no name of any rank has, in target or checkpoint, is an error in `include` (without
+        `strict`, a warning); in `exclude`, `priority`, a mapping's names in `rename`, and where another
+        number of ranks saved in `per_rank`, the coordinator logs a warning before anything is changed.
+
         cast: tensors of float16, bfloat16, float32 or float64 may have been stored in another of these, and
         are cast. Not the state that an optimizer loads, which stays as it was stored.
 

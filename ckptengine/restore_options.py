@@ -8,6 +8,8 @@ from ckptengine.comm.same_options import SameOptions
 from ckptengine.read.partial import ALL, Partial
 from ckptengine.read.per_rank import PerRankPolicy
 
+_SOME, _NONE = b"+", b"-"
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreOptions:
@@ -34,9 +36,25 @@ class RestoreOptions:
         }
 
 
-def same_restore_options() -> SameOptions:
-    """For the word that the target has been read; its `options` come from `to_compare`."""
-    return SameOptions(
-        "the ranks call restore with different options",
-        "give all ranks the same; include, exclude, rename and priority alone may be each rank's own",
-    )
+class SameRestoreOptions(SameOptions):
+    """For the word that the target has been read; its `options` come from `to_compare`.
+
+    patterns: has this rank any? and then: has any rank?
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the ranks call restore with different options",
+            "give all ranks the same; include, exclude, rename and priority alone may be each rank's own",
+        )
+        self.patterns = False
+
+    def own(self) -> bytes:
+        return (_SOME if self.patterns else _NONE) + super().own()
+
+    def summary(self, values: list[bytes]) -> bytes:
+        super().summary([value[len(_SOME) :] for value in values])
+        return _SOME if any(value.startswith(_SOME) for value in values) else _NONE
+
+    def learn(self, answer: bytes) -> None:
+        self.patterns = answer == _SOME

@@ -11,18 +11,22 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import msgspec
 
 from ckptengine.adapters.collector import gc_paused
 from ckptengine.adapters.differences import Differences, mismatch
 from ckptengine.adapters.restore import Match, RestoreTarget
+from ckptengine.adapters.wanted import key_text
 from ckptengine.adapters.world import World
 from ckptengine.comm.group import Group
 from ckptengine.config import Config
 from ckptengine.info import ExchangeInfo, FallBack, RestoreInfo
+from ckptengine.no_match import Given, as_errors, on_no_rank, warn, without
 from ckptengine.on_all_ranks import Told, on_all_ranks
 from ckptengine.phases import Ranks, Stopwatch
+from ckptengine.read import trees
 from ckptengine.read.reader import ReadStats
 from ckptengine.read_once import Sharing
 from ckptengine.restore_options import RestoreOptions
@@ -50,6 +54,10 @@ class RestoreParts:
         self.watch = Stopwatch()
         self.fell_back: list[FallBack] = []
         self.sharing: Callable[[], Sharing] | None = None
+        self.priority: tuple[str, ...] = ()
+        """Patterns of what is read first."""
+        self.compares_patterns = False
+        """Has any rank patterns?"""
         self.exchange = ExchangeInfo(why="each rank reads for itself")
 
     def shards(self, assignment: Assignment) -> StepShards:
@@ -67,6 +75,7 @@ class RestoreParts:
         options, rank = self.options, self.group.rank
         own = assignment.world_size == self.group.world_size
 
+        @cache
         def world() -> World:
             return World(shards.own, shards.held(), shards.header_of, reader=rank, own=own)
 
@@ -94,7 +103,38 @@ class RestoreParts:
         if not own:
             with self.watch.measure("agree"):
                 match = _without_place(match, target, options.strict, assignment.step_path, self.group)
+        if self.compares_patterns:
+            with self.watch.measure("agree"):
+                self._compare_patterns(assignment, match, target, None if own else world)
         return match
+
+    def patterns(self) -> list[Given]:
+        """All that this rank was given."""
+        return [
+            *self.options.partial.patterns(),
+            *(("per_rank", pattern) for pattern in self.options.per_rank.patterns),
+            *(("priority", pattern) for pattern in self.priority),
+        ]
+
+    def _compare_patterns(
+        self, assignment: Assignment, match: Match, target: RestoreTarget, world: Callable[[], World] | None
+    ) -> None:
+        """Raises `StateMismatchError` on all ranks where something is asked for that no rank has. world: of
+        another number of ranks."""
+        unmatched = [*self.options.partial.unmatched()]
+        per_rank = [("per_rank", pattern) for pattern in self.options.per_rank.patterns]
+        if world is not None and per_rank:
+            saved = world()
+            in_tree = (name for name, _ in trees.named(saved.tree, key_text))
+            unmatched += without(per_rank, [*in_tree, *saved.per_rank.names])
+        unmatched += without([("priority", pattern) for pattern in self.priority], match.filled)
+        missing = on_no_rank(self.group, self.patterns(), unmatched)
+        errors = as_errors(missing) if self.options.strict else []
+        if errors:
+            found = Differences(mismatched=errors)
+            raise mismatch(found, True, assignment.step_path, None, touched=target.is_touched)
+        if self.group.is_coordinator:
+            warn(assignment.step, missing)
 
     def read(self, work: Callable[[], object], step: int) -> None:
         def read() -> None:

@@ -32,7 +32,7 @@ from ckptengine.read.reader import ReadStats
 from ckptengine.read_once import Sharing
 from ckptengine.read_together import read_together
 from ckptengine.restore_handle import RestoreHandle
-from ckptengine.restore_options import RestoreOptions, same_restore_options
+from ckptengine.restore_options import RestoreOptions, SameRestoreOptions
 from ckptengine.restore_parts import RestoreParts
 from ckptengine.step_shards import Assignment
 from ckptengine.storage.store import Store
@@ -75,6 +75,7 @@ def begin_restore(
 ) -> RestoreHandle:
     """As `restore`, up to where training can begin."""
     parts = RestoreParts(options, store, group, config, streaming=True)
+    parts.priority = priority if isinstance(priority, tuple) else ()
     parts.exchange = ExchangeInfo(why="a streaming restore has each rank read for itself")
     with ExitStack() as held:
         return _first_whole(
@@ -100,13 +101,15 @@ def _first_whole(
     def look() -> tuple[int | None, RestoreTarget]:
         with watch.measure("plan"):
             number = None if step is None else check_step(step)
+            same.patterns = bool(parts.patterns())
             same.options = parts.options.to_compare(number, streaming=parts.streaming)
             return number, RestoreTarget(
                 state, allow_pickle=parts.config.allow_pickle, partial=parts.options.partial
             )
 
-    same = same_restore_options()
+    same = SameRestoreOptions()
     number, target = on_all_ranks(group, watch, look, "reading the restore target", tell=same)
+    parts.compares_patterns = same.patterns
     candidates = (
         Candidates(root, number, parts.store, group.world_size, held) if group.is_coordinator else None
     )

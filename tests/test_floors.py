@@ -42,6 +42,7 @@ FLOORS = {
     "giving_up": 6,
     "handle": 6,
     "monitor": 6,
+    "no_match": 6,
     "on_all_ranks": 6,
     "opening": 6,
     "restore_handle": 6,

@@ -50,8 +50,9 @@ def mismatch(
     elif not found.mismatched:
         hint = "pass strict=False to leave keys that only one side has alone"
     condition = "may hold parts of a newer step, which is damaged" if touched else "is unchanged"
+    places = "1 place" if len(lines) == 1 else f"{len(lines)} places"
     return StateMismatchError(
-        f"the checkpoint does not fit the restore target, which {condition}, in {len(lines)} places:\n  "
+        f"the checkpoint does not fit the restore target, which {condition}, in {places}:\n  "
         + "\n  ".join(shown),
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),

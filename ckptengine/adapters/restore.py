@@ -64,6 +64,11 @@ class Match:
         return self._plan.extents()
 
     @property
+    def filled(self) -> list[str]:
+        """The names of the tensors and large values that are read."""
+        return [*(one.leaf.name for one in self._placements), *(one.name for one in self._large.values())]
+
+    @property
     def one_round(self) -> bool:
         return self._plan.one_round
 

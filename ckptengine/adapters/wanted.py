@@ -32,13 +32,14 @@ class Wanted:
     def begin(self, tree: Node) -> None:
         """tree: what the names are looked up in."""
         if self.partial.rename is not None:
-            self._nodes = dict(trees.named(tree, _key_text))
+            self._nodes = dict(trees.named(tree, key_text))
 
     def takes(self, path: Path, *, parameter: bool = False) -> bool:
         """Is what is here to be filled? parameter: it is a module's parameter."""
         if self.is_all:
             return True
-        taken = (parameter or not self.partial.parameters_only) and self.partial.selects(joined(path))
+        # Asked of each name, as that shows which patterns have one.
+        taken = self.partial.selects(joined(path)) and (parameter or not self.partial.parameters_only)
         self._found = self._found or taken
         return taken
 
@@ -50,7 +51,7 @@ class Wanted:
             return []
         name = joined(path)
         whole = partial.selects(name)
-        inner = (f"{name}.{below}" for below, child in trees.named(node, _key_text) if _is_leaf(child))
+        inner = (f"{name}.{below}" for below, child in trees.named(node, key_text) if _is_leaf(child))
         return [one for one in inner if partial.selects(one) != whole]
 
     def entries(
@@ -84,7 +85,7 @@ class Wanted:
         if partial.parameters_only or partial.rename is not None:
             return False
         name = joined(path)
-        inner = [f"{name}.{below}" for below, child in trees.named(node, _key_text) if _is_leaf(child)]
+        inner = [f"{name}.{below}" for below, child in trees.named(node, key_text) if _is_leaf(child)]
         return any(map(partial.selects, inner or [name]))
 
     def left_over(self) -> list[str]:
@@ -177,5 +178,6 @@ def _and_above(name: str) -> Iterator[str]:
         at = name.rfind(".", 0, at)
 
 
-def _key_text(key: Node) -> str:
+def key_text(key: Node) -> str:
+    """What a key is called in names."""
     return joined((decode_value(key),))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckptengine.read.patterns import matches_any, patterns_of
+from ckptengine.read.patterns import matches, matches_any, patterns_of
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -43,7 +43,7 @@ class Partial:
     ) -> Partial:
         """Raises `TypeError` for what is none of these."""
         if rename is not None and not callable(rename):
-            rename = _by_prefix(rename)
+            rename = _ByPrefix(rename)
         return cls(
             None if include is None else patterns_of(include, "include"),
             patterns_of(exclude, "exclude"),
@@ -68,6 +68,25 @@ class Partial:
             )
             self._known[name] = known
         return known
+
+    def patterns(self) -> list[tuple[str, str]]:
+        """What was given, each as the option and the pattern; of `rename`, the names of a mapping."""
+        mapped = self.rename.names if isinstance(self.rename, _ByPrefix) else ()
+        given = {"include": self.include or (), "exclude": self.exclude, "rename": mapped}
+        return [(option, pattern) for option, patterns in given.items() for pattern in patterns]
+
+    def unmatched(self) -> list[tuple[str, str]]:
+        """Those of `patterns` that none of the names had that were asked for so far."""
+        used = self.rename.used if isinstance(self.rename, _ByPrefix) else set()
+        return [
+            (option, pattern)
+            for option, pattern in self.patterns()
+            if (
+                pattern not in used
+                if option == "rename"
+                else not any(matches(pattern, name) for name in self._known)
+            )
+        ]
 
     def stored_name(self, name: str) -> str:
         """Raises `TypeError` if `rename` does not give text."""
@@ -112,25 +131,29 @@ def _beginning(parts: list[str]) -> str:
     return "".join(f"{part}." for part in parts)
 
 
-def _by_prefix(rename: object) -> Callable[[str], str]:
-    if not isinstance(rename, Mapping) or not all(
-        isinstance(text, str) for pair in rename.items() for text in pair
-    ):
-        raise TypeError(
-            "rename is a function from a name here to the stored one, or a mapping of names or their first "
-            f"parts, not {rename!r:.200}"
-        )
-    pairs: list[tuple[str, str]] = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+class _ByPrefix:
+    """From a name to that with another beginning; the longest of those that are mapped counts.
 
-    def renamed(name: str) -> str:
-        for here, there in pairs:
-            if name == here:
-                return there
-            if not here:
-                return f"{there}.{name}" if there else name
-            if name.startswith(f"{here}."):
-                rest = name[len(here) + 1 :]
-                return f"{there}.{rest}" if there else rest
-        return name
+    used: which of them were the beginning of a name that was asked for.
+    """
 
-    return renamed
+    def __init__(self, rename: object) -> None:
+        if not isinstance(rename, Mapping) or not all(
+            isinstance(text, str) for pair in rename.items() for text in pair
+        ):
+            raise TypeError(
+                "rename is a function from a name here to the stored one, or a mapping of names or their "
+                f"first parts, not {rename!r:.200}"
+            )
+        self._pairs: list[tuple[str, str]] = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+        self.names = tuple(rename)
+        self.used: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        having = [pair for pair in self._pairs if not pair[0] or f"{name}.".startswith(f"{pair[0]}.")]
+        self.used.update(here for here, _ in having)
+        if not having:
+            return name
+        here, there = having[0]
+        rest = name[len(here) + 1 :] if here else name
+        return ".".join(filter(None, (there, rest))) if rest else there

@@ -50,6 +50,11 @@ class PerRankPolicy:
         (pattern, choice), *others = self.rules or ((ALL, "error"),)
         return choice if pattern == ALL and not others else dict(self.rules)
 
+    @property
+    def patterns(self) -> list[str]:
+        """Those that mean something by its name."""
+        return [pattern for pattern, _ in self.rules if pattern != ALL]
+
     def choice(self, name: str) -> Choice:
         """For a value that ranks do not hold alike."""
         return next((choice for pattern, choice in self.rules if matches(pattern, name)), "error")

@@ -322,3 +322,30 @@ def test_a_mapping_of_every_name_restores_the_same(restore: Restore) -> None:
     target = state(0)
     restore(saved, target, rename=lambda name: f"old{name}")
     assert same(target, state(3))
+
+
+UNMATCHED: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "include": ({"include": ["model.a", "modle.b"]}, [("include", "modle.b")]),
+    "exclude": ({"exclude": ["rgn", "rng"]}, [("exclude", "rgn")]),
+    "rename": ({"rename": {"model": "model", "modle": "m", "model.a": "model.a"}}, [("rename", "modle")]),
+    "all have one": ({"include": ["model", "*.weight"], "exclude": "model.b", "rename": {"": ""}}, []),
+    "in the checkpoint only": ({"include": ["model", "more"]}, []),
+    "in the target only": ({"include": ["model", "less"]}, []),
+    "of an item": ({"include": ["list.1", "list.2"]}, [("include", "list.2")]),
+    "but no parameter": (
+        {"include": ["parameter", "rng", "rgn"], "parameters_only": True},
+        [("include", "rgn")],
+    ),
+    "by a function": ({"rename": lambda name: name}, []),
+}
+
+
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_patterns_that_no_name_has_are_known_after_the_comparison(case: str) -> None:
+    options, expected = UNMATCHED[case]
+    stored, target = ({**state(seed), "parameter": nn.Parameter(torch.ones(2))} for seed in (1, 0))
+    stored["more"] = 1
+    target["less"] = 1
+    partial = Partial.of(**options)
+    Saved(stored).restore(target, strict=False, partial=partial)
+    assert partial.unmatched() == expected

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ckptengine as ck
@@ -67,3 +71,53 @@ def restore_elsewhere(root: str, rename: dict[str, str], dtype: torch.dtype) -> 
         ckpt.restore(target, include="weights", rename=rename, parameters_only=True, cast=True)
     assert target["step"] == 0
     return {name: tensor.detach() for name, tensor in module.named_parameters()}
+
+
+def restore_by_patterns(
+    root: str, options_by_rank: list[dict[str, Any]], strict: bool = True
+) -> tuple[list[str], str | None, list[float]]:
+    """Of a state of which each rank has keys of its own: what was logged as a warning, the error, and what
+    the target holds then."""
+
+    def stage(value: float) -> dict[str, Any]:
+        return {f"stage{rank()}": nn.Linear(2, 2), "all": torch.full((2,), value), "step": 3}
+
+    target, error = stage(0.0), None
+    options = options_by_rank[rank()]
+    with warnings_logged() as logged, checkpointer(root) as ckpt:
+        is_new = ckpt.latest is None
+        dist.barrier()
+        if is_new:
+            ckpt.save(1, stage(1.0))
+        try:
+            restored = ckpt.restore(target, strict=strict, **options)
+            if options.get("streaming"):
+                restored.result()
+        except ck.StateMismatchError as raised:
+            error = str(raised)
+    return logged, error, target["all"].tolist()
+
+
+def restore_with_policy(root: str, policy: dict[str, Any]) -> list[str]:
+    target = {"step": 0, "rank": 0, "note": None}
+    with warnings_logged() as logged, checkpointer(root) as ckpt:
+        ckpt.restore(target, per_rank=policy, strict=False)
+    return logged
+
+
+@contextlib.contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """Those about patterns."""
+    logged: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "called that" in record.getMessage():
+                logged.append(record.getMessage())
+
+    handler = Kept(logging.WARNING)
+    logging.getLogger("ckptengine").addHandler(handler)
+    try:
+        yield logged
+    finally:
+        logging.getLogger("ckptengine").removeHandler(handler)
