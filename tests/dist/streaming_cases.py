@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,19 +195,17 @@ def a_failed_apply_is_everybodys(root: str) -> ck.CheckpointError:
 
 
 def a_killed_rank_is_named(root: str, victim: int) -> ck.CheckpointError:
-    """It dies while it reads; the other raises within the deadline."""
+    """It dies while it reads; the other raises long before a deadline."""
     saved(root, "ddp", "paired", wide)
     again, other = job("ddp", wide)
-    ckpt = checkpointer(root, restore_timeout_s=1.0, agree_timeout_s=20.0)
+    ckpt = checkpointer(root, restore_timeout_s=600.0, agree_timeout_s=600.0)
     with held_blocks(*([late_block(root, "ddp")] if rank() == victim else [])):
         handle = ckpt.restore(paired(again, other), streaming=True)
         dist.barrier()
         if rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
         with pytest.raises(ck.CheckpointError) as caught:
             handle.result()
-        assert time.monotonic() - began < IN_TIME_S
     handle._abandon()
     assert not [one for one in threading.enumerate() if one.name.startswith("ckptengine-stream")]
     # Closing may find that the store is gone.
