@@ -96,10 +96,17 @@ def _ratios(results: Results) -> Iterator[tuple[str, float]]:
 
 
 def watched(table: Sequence[Case], names: Collection[str] = CASES) -> tuple[Case, ...]:
-    """The cases of these names of `table`, without what no ratio is made of."""
+    """The cases of these names of `table`, with all that ratios are made of and nothing else; a quick table
+    leaves some of it out."""
     overlap = {"engine-overlap": "the guard watches it in `large`"}
     return tuple(
-        case if case.name == "large" else msgspec.structs.replace(case, apart={**case.apart, **overlap})
+        msgspec.structs.replace(
+            case,
+            apart={
+                **{name: why for name, why in case.apart.items() if name not in SYSTEMS},
+                **({} if case.name == "large" else overlap),
+            },
+        )
         for case in table
         if case.name in names
     )

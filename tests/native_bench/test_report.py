@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -609,9 +609,11 @@ def test_the_guard_compares_ratios_not_seconds() -> None:
     assert Tried(twice_as_slow).behind(before) == {}
 
 
-def test_the_guard_measures_what_its_ratios_are_made_of_and_no_more() -> None:
-    watched = guard.watched(FULL)
+@pytest.mark.parametrize("table", [FULL, QUICK], ids=["full", "quick"])
+def test_the_guard_measures_what_its_ratios_are_made_of_and_no_more(table: Sequence[Case]) -> None:
+    watched = guard.watched(table)
     assert [case.name for case in watched] == list(guard.CASES)
+    found: set[str] = set()
     for case in watched:
         taken = {name for name in guard.SYSTEMS if case.takes(name)}
         fakes = [
@@ -623,9 +625,11 @@ def test_the_guard_measures_what_its_ratios_are_made_of_and_no_more() -> None:
         fakes.append(system(NATIVE, save_s=1.0, restore_cold_s=1.0, memcpy_s=1.0))
         alone = CaseResult(case=case, nbytes=1, tensors=1, directory="", file_system="", systems=fakes)
         every = guard.ratios(Results(mode="full", started="", cases=[alone]))
+        found |= every.keys()
         for name in taken:
             alone.systems = [one for one in fakes if one.name != name]
             assert guard.ratios(Results(mode="full", started="", cases=[alone])) != every, name
+    assert found == guard.read().ratios.keys()
 
 
 @pytest.mark.parametrize("figure", sorted(guard.read().ratios))
