@@ -8,8 +8,9 @@ import fcntl
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TypeVar
 
 from ckptengine.errors import CorruptCheckpointError, StorageError
 from ckptengine.storage import durable, lustre
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL})
 # Others may remove an empty parent while we descend; after so many times something else is wrong.
 _MAKE_DIRS_TRIES = 10
+_LOOKS = 3
+
+T = TypeVar("T")
 
 
 class PosixStore:
@@ -45,12 +49,16 @@ class PosixStore:
         return f"PosixStore(direct_io={self.direct_io!r})"
 
     def list(self, path: str) -> builtins.list[Entry]:
-        with translated(path, "list the directory"), os.scandir(path) as entries:
-            return sorted(Entry(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
+        def entries() -> builtins.list[Entry]:
+            with os.scandir(path) as found:
+                return sorted(Entry(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
+
+        with translated(path, "list the directory"):
+            return _by_name(entries)
 
     def size(self, path: str) -> int:
         with translated(path, "stat"):
-            status = os.lstat(path)
+            status = _by_name(lambda: os.lstat(path))
         _check_regular(path, status.st_mode)
         return status.st_size
 
@@ -154,6 +162,22 @@ class PosixStore:
         return _flock(path, fcntl.LOCK_EX)
 
 
+def _by_name(look: Callable[[], T]) -> T:
+    """What `look` finds by a name; it looks again where what the name stood for is gone.
+
+    Network file systems and FUSE look a name up and then ask for what it stood for. If another client
+    removes that in between, as retention does while a job opens the root, the answer is ESTALE; the next look
+    finds that there is nothing, or what is there now. A mount that lost its server gives ESTALE again.
+    """
+    for _ in range(_LOOKS - 1):
+        try:
+            return look()
+        except OSError as exc:
+            if exc.errno != errno.ESTALE:
+                raise
+    return look()
+
+
 def _check_regular(path: str, mode: int) -> None:
     if stat.S_ISREG(mode):
         return
@@ -166,7 +190,7 @@ def _check_regular(path: str, mode: int) -> None:
 def _open_regular(path: str) -> tuple[int, int]:
     """(descriptor, size). O_NONBLOCK: opening a FIFO someone put there must not wait for its other end."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = _by_name(lambda: os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
     except FileNotFoundError:
         raise
     except OSError as exc:
@@ -248,7 +272,7 @@ def _remove_tree(name: str, parent_fd: int | None) -> None:
 @contextmanager
 def _flock(path: str, kind: int) -> Iterator[bool]:
     with translated(path, "open to lock"):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = _by_name(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     try:
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)

@@ -273,6 +273,7 @@ class PassThrough:
     # -- names --
 
     def opendir(self, path: str) -> int:
+        self._did("opendir", path)
         fd = os.open(self._at(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._names[fd] = path
         return fd

@@ -137,6 +137,15 @@ class TestOneShot:
             assert isinstance(result.error, ck.StorageError)
         assert {info.step for info in pair.call(cases.restore, root, MIB)} == {2}
 
+    def test_of_a_step_that_goes_while_a_job_starts_is_none(
+        self, root: str, mount: Mounted, pair: Ranks
+    ) -> None:
+        """Another client's retention removes it between the look-up of its name and the listing."""
+        for _ in range(2):  # the kernel tries again by itself, once
+            mount.fail("opendir", errno.ESTALE, path="*/step-0000000001")
+        assert [info.step for info in pair.call(cases.save, root, 2, MIB)] == [2, 2]
+        assert len([done for done in mount.done("opendir") if done.endswith("/step-0000000001")]) > 2
+
     @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
     def test_of_a_read_is_a_fall_back_or_an_error_but_never_wrong_bytes(
         self, root: str, mount: Mounted, pair: Ranks, code: int

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -610,6 +611,45 @@ class TestErrors:
                 write_file(store, str(tmp_path / str(index)), b"x")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+LOOKS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "list": ("scandir", PosixStore().list),
+    "size": ("lstat", PosixStore().size),
+    "read": ("open", lambda path: PosixStore().read(path, limit=10)),
+    "open": ("open", PosixStore().open),
+    "lock_shared": ("open", lambda path: PosixStore().lock_shared(path).__enter__()),
+    "try_lock_exclusive": ("open", lambda path: PosixStore().try_lock_exclusive(path).__enter__()),
+}
+
+
+@pytest.mark.parametrize(("call", "look"), LOOKS.values(), ids=list(LOOKS))
+class TestStale:
+    """What another client removes between the look-up of its name and the rest is ESTALE."""
+
+    def test_what_is_removed_meanwhile_is_not_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, look: Callable[[str], object]
+    ) -> None:
+        path, real = tmp_path / "it", getattr(os, call)
+        path.mkdir() if call == "scandir" else path.write_bytes(b"x")
+
+        def removed_meanwhile(name: str, *args: object, **kwargs: object) -> object:
+            if path.exists():
+                path.rmdir() if path.is_dir() else path.unlink()
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return real(name, *args, **kwargs)
+
+        monkeypatch.setattr(os, call, removed_meanwhile)
+        with pytest.raises(FileNotFoundError):
+            look(str(path))
+
+    def test_a_mount_that_lost_its_server_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, look: Callable[[str], object]
+    ) -> None:
+        monkeypatch.setattr(os, call, raiser(errno.ESTALE))
+        with pytest.raises(StorageError, match=r"Stale file handle.*lost its server") as caught:
+            look(str(tmp_path / "it"))
+        assert caught.value.errno == errno.ESTALE
 
 
 class TestLocks:
