@@ -2,6 +2,7 @@
 
 A block is copied once, into its destinations; sockets of the same host copy it twice more, at several times
 the CPU time. The owner of a ring is watched: a process that has ended is seen at once, not at a deadline.
+Beside its ring each says whom it waits for: so who has waited for too long finds the one that does not wait.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from functools import partial
 
 import msgspec
 
-from ckptengine.comm.failure import StoppedByPeerError
+from ckptengine.comm.failure import PeerLostError, StoppedByPeerError
+from ckptengine.comm.verdict import at_fault
 from ckptengine.format.limits import PAGE, round_up
 from ckptengine.read.channel import StoppedHereError, lost, silent
 from ckptengine.read.sharing import Turn
@@ -34,7 +36,14 @@ MIN_SLOTS = 2
 POLL_FIRST_S = 0.00005
 POLL_LAST_S = 0.001
 LOOK_S = 0.1
-"""So often who waits sees whether the others are still there."""
+"""So often who waits sees whether the others are still there, and says that it waits."""
+
+STALE_S = 10.0
+"""Whoever has not said for so long that it waits does not: it is stopped, or at work."""
+
+_STOPPED, _ENDED, _SILENT = 1, 2, 3
+"""Why a ring's owner has given up: in the lowest bits, with the member that is lost above them."""
+_WHY_BITS = 2
 
 
 def slots_for(block_nbytes: int, turns: int) -> int:
@@ -76,13 +85,18 @@ class LocalChannel:
         self._published = 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
+        self._why = _STOPPED
         self._watched: dict[int, int] = {}
         self._mine = Ring.make(slots_for(self._nbytes, len(self._own)), self._nbytes, len(members))
         self._rings = {me: self._mine}
         # Beside the first reads: before them, it would be time in which nobody reads.
         self._ends = threading.Event()
         self._populating = threading.Thread(target=self._populate, name="ckptengine-ring", daemon=True)
-        self._populating.start()
+        try:
+            self._populating.start()
+        except BaseException:
+            self._mine.close()
+            raise
 
     def offer(self) -> Offer:
         return Offer(os.getpid(), self._mine.fd, self._mine.arena_nbytes, self._mine.slots, self._nbytes)
@@ -127,7 +141,7 @@ class LocalChannel:
         self._stopped.set()
 
     def give_up(self, undone: list[Turn]) -> None:
-        self._mine.give_up()
+        self._mine.give_up(self._why)
 
     def close(self) -> None:
         self._ends.set()
@@ -157,14 +171,15 @@ class LocalChannel:
             if self._stopped.is_set():
                 raise StoppedHereError
             for other, ring in self._rings.items():
-                if ring.is_given_up and other != self._me:
-                    raise StoppedByPeerError("it has stopped reading", rank=self._members[other])
+                if ring.given_up and other != self._me:
+                    raise self._given_up(other, ring.given_up)
             now = time.monotonic()
             if now - looked > LOOK_S:
                 looked = now
                 self._look()
+                self._mine.wait_for(member, _ms(now))
             if now - began > self._timeout_s:
-                raise silent(self._members[member], self._timeout_s)
+                raise self._lost(self._at_fault(member), _SILENT)
             time.sleep(pause)
             pause = min(2 * pause, POLL_LAST_S)
 
@@ -176,5 +191,31 @@ class LocalChannel:
                 poll.register(fd, select.POLLIN)
             ended = {fd for fd, _ in poll.poll(0)}
         for member, fd in self._watched.items():
-            if fd in ended and not self._rings[member].is_given_up:
-                raise lost(self._members[member])
+            if fd in ended and not self._rings[member].given_up:
+                raise self._lost(member, _ENDED)
+
+    def _at_fault(self, member: int) -> int:
+        """Whom this one really waits for, when it waits for `member`."""
+        now, stale = _ms(time.monotonic()), _ms(min(STALE_S, self._timeout_s / 2))
+        waits = {
+            one: [other for other in self._rings if now - ring.waited_for(other) < stale]
+            for one, ring in self._rings.items()
+        }
+        return at_fault(member, waits)
+
+    def _given_up(self, other: int, why: int) -> Exception:
+        lost, why = why >> _WHY_BITS, why & ((1 << _WHY_BITS) - 1)
+        if why == _STOPPED:
+            return StoppedByPeerError("it has stopped reading", rank=self._members[other])
+        return self._lost(lost, why)
+
+    def _lost(self, member: int, why: int) -> PeerLostError:
+        """Also what this rank tells the others when it gives up."""
+        if self._why == _STOPPED:
+            self._why = member << _WHY_BITS | why
+        rank = self._members[member]
+        return lost(rank) if why == _ENDED else silent(rank, self._timeout_s)
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)

@@ -23,9 +23,9 @@ POPULATE_NBYTES = 4 << 20
 class Ring:
     """`slots` slots of `nbytes` bytes each, for `members` processes.
 
-    The arena's payload holds one word that says that the owner has given up; for each slot the number of
-    what is in it; for each slot and member the number of what that member has released last; then the slots.
-    Numbers count from 1.
+    The arena's payload holds one word that says that the owner has given up, and why; for each member when
+    the owner has last been waiting for it; for each slot the number of what is in it; for each slot and
+    member the number of what that member has released last; then the slots. Numbers count from 1.
     """
 
     def __init__(self, arena: Arena, slots: int, nbytes: int, members: int) -> None:
@@ -33,14 +33,19 @@ class Ring:
         self._arena = arena
         self._members = members
         self._nbytes = nbytes
-        words = 1 + slots * (1 + members)
+        words = self._count(slots, members)
         self._words = (ctypes.c_uint64 * words).from_buffer(arena.payload)
         self._first = round_up(words * _WORD, PAGE)
 
     @staticmethod
     def capacity(slots: int, nbytes: int, members: int) -> int:
         """How large the arena must be."""
-        return round_up((1 + slots * (1 + members)) * _WORD, PAGE) + slots * nbytes
+        return round_up(Ring._count(slots, members) * _WORD, PAGE) + slots * nbytes
+
+    @staticmethod
+    def _count(slots: int, members: int) -> int:
+        """Of the words."""
+        return 1 + members + slots * (1 + members)
 
     @classmethod
     def make(cls, slots: int, nbytes: int, members: int) -> Ring:
@@ -86,10 +91,10 @@ class Ring:
 
     def publish(self, number: int) -> None:
         """The slot is filled."""
-        self._words[1 + self._slot(number)] = number
+        self._words[self._filled(number)] = number
 
     def is_published(self, number: int) -> bool:
-        return bool(self._words[1 + self._slot(number)] == number)
+        return bool(self._words[self._filled(number)] == number)
 
     def release(self, number: int, member: int) -> None:
         """This member has what it wanted of it."""
@@ -98,13 +103,22 @@ class Ring:
     def has_released(self, number: int, member: int) -> bool:
         return bool(self._words[self._released(number, member)] >= number)
 
-    def give_up(self) -> None:
-        """The owner will publish nothing more."""
-        self._words[0] = 1
+    def wait_for(self, member: int, now_ms: int) -> None:
+        """The owner is waiting for this member."""
+        self._words[1 + member] = now_ms
+
+    def waited_for(self, member: int) -> int:
+        """When it has last said so; 0: never."""
+        return int(self._words[1 + member])
+
+    def give_up(self, why: int = 1) -> None:
+        """The owner will publish nothing more. why: not 0."""
+        self._words[0] = why
 
     @property
-    def is_given_up(self) -> bool:
-        return bool(self._words[0])
+    def given_up(self) -> int:
+        """0, or why the owner has given up."""
+        return int(self._words[0])
 
     def close(self) -> None:
         """Give the memory up; a slot that is still looked at stays until the last view of it is gone."""
@@ -114,5 +128,8 @@ class Ring:
     def _slot(self, number: int) -> int:
         return (number - 1) % self.slots
 
+    def _filled(self, number: int) -> int:
+        return 1 + self._members + self._slot(number)
+
     def _released(self, number: int, member: int) -> int:
-        return 1 + self.slots + self._slot(number) * self._members + member
+        return 1 + self._members + self.slots + self._slot(number) * self._members + member

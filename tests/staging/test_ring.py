@@ -36,7 +36,7 @@ def test_slots_do_not_overlap_each_other_or_the_words(pair: tuple[Ring, Ring]) -
     mine, theirs = pair
     for number in range(1, SLOTS + 1):
         mine.view(number)[:] = b"\xff" * NBYTES
-    assert not theirs.is_given_up
+    assert not theirs.given_up
     assert not any(theirs.is_published(number) for number in range(1, SLOTS + 1))
     addresses = sorted(mine.address(number) for number in range(1, SLOTS + 1))
     assert all(b - a >= NBYTES for a, b in pairwise(addresses))
@@ -52,8 +52,8 @@ def test_each_member_releases_for_itself(pair: tuple[Ring, Ring]) -> None:
 
 def test_an_owner_that_gives_up_says_so(pair: tuple[Ring, Ring]) -> None:
     mine, theirs = pair
-    mine.give_up()
-    assert theirs.is_given_up
+    mine.give_up(5)
+    assert theirs.given_up == 5
 
 
 def test_a_ring_of_a_process_that_has_closed_it_cannot_be_joined() -> None:
