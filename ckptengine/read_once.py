@@ -12,17 +12,18 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import msgspec
 
-from ckptengine.comm.failure import StoppedByPeerError
+from ckptengine.comm.failure import PeerLostError, StoppedByPeerError
 from ckptengine.comm.group import Group
 from ckptengine.config import Config
-from ckptengine.errors import CheckpointError
+from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.info import ExchangeInfo
 from ckptengine.phases import GB
 from ckptengine.read.channel import Channel
@@ -45,6 +46,8 @@ MEASURE_NBYTES = 512 << 20
 
 _WHAT = "preparing to exchange blocks"
 
+_CACHED, _RING, _JOINED, _RATE = _NAMES = ("cached", "ring", "joined", "rate")
+
 
 class NetworkChannel(Channel, Protocol):
     """Also measures how fast it is."""
@@ -57,11 +60,17 @@ class NetworkChannel(Channel, Protocol):
 class Network(Protocol):
     """Makes channels between hosts."""
 
+    def held(self, members: tuple[int, ...]) -> str:
+        """The name of the channel from which this rank holds connections to the members; "" if it holds
+        none."""
+        ...
+
     def open(
-        self, members: tuple[int, ...], me: int, turns: list[Turn], nbytes: int, name: str
+        self, members: tuple[int, ...], me: int, turns: list[Turn], nbytes: int, name: str, held: str
     ) -> NetworkChannel:
         """members: ranks, in order. me: this one's position. turns: its own and others'. nbytes: of the
-        largest block. name: which no other channel has. Every member calls it."""
+        largest block. name: which no other channel has. held: what all members hold alike; "": nothing.
+        Every member calls it."""
         ...
 
 
@@ -74,13 +83,14 @@ class _Needs(msgspec.Struct, frozen=True, array_like=True):
 
 class _Offer(msgspec.Struct, frozen=True):
     """What a member tells the others. cached: the page cache has its blocks. nbytes: of the largest. problem:
-    why it cannot take part. gone: and that it has failed, and stops."""
+    why it cannot take part. gone: and that it has failed, and stops. held: see `Network`."""
 
     cached: bool = False
     nbytes: int = 0
     problem: str = ""
     gone: bool = False
     ring: RingOffer | None = None
+    held: str = ""
     storage_gbps: float | None = None
     fabric_gbps: float | None = None
 
@@ -169,21 +179,18 @@ class Sharing:
     def open(self, readers: Callable[[], Mapping[int, ShardReader]], *, retain: bool) -> Exchange | None:
         """This rank's part in the exchange, None if each reads for itself; `info` says why.
 
-        readers: opens the shards that the rank reads. retain: see `Exchange`. Raises what `readers` raises,
-        and `StoppedByPeerError` where it did so on another member.
+        readers: opens the shards that the rank reads. retain: see `Exchange`. Within `telling`. Raises what
+        `readers` and the measuring read raise, `StoppedByPeerError` where another member has failed, and
+        `PeerLostError` with the member that does not come.
         """
         cell = self._cell
         assert cell is not None
-        try:
-            shards = readers()
-        except Exception as error:
-            self._tell(cell, "cached", _Offer(problem=str(error), gone=True))
-            raise
+        shards = readers()
         turns = schedule(cell)
         me = cell.members.index(self.group.rank)
         mine = turns.of(me)
         nbytes = max((shards[turn.block[0]].block_nbytes(turn.block[1]) for turn in mine), default=0)
-        offers = self._tell(cell, "cached", self._first_offer(cell, shards, turns, mine, nbytes))
+        offers = self._tell(cell, _CACHED, self._first_offer(cell, shards, turns, mine, nbytes))
         against, why = self._against(cell, turns, offers)
         if against:
             self.info = ExchangeInfo(why=why, ranks=len(cell.members))
@@ -193,8 +200,30 @@ class Sharing:
             self.info = ExchangeInfo(why=why, ranks=len(cell.members))
             logger.warning("blocks are not exchanged: %s", why)
             return None
+        try:
+            exchange = Exchange(turns, me, channel, retain=retain)
+        except BaseException:
+            _leave(channel)
+            raise
         self.info = ExchangeInfo(used=True, why=why, channel=channel.name, ranks=len(cell.members))
-        return Exchange(turns, me, channel, retain=retain)
+        return exchange
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around `open` and whatever a member does before it: where it fails, the others of its cell hear of
+        that at once, wherever they wait for it."""
+        try:
+            yield
+        except Exception as error:
+            cell = self._cell
+            if cell is not None and not isinstance(error, StoppedByPeerError):
+                told = {name for name, call in self._told if call == self.group.calls}
+                gone = _Offer(problem=f"{type(error).__name__}: {error}", gone=True)
+                with suppress(CheckpointError):  # they cannot be reached: this error is the better one
+                    for name in _NAMES:
+                        if name not in told:
+                            self._tell(cell, name, gone)
+            raise
 
     def done(self, exchange: Exchange) -> None:
         """After the last round, and before `close`."""
@@ -217,9 +246,12 @@ class Sharing:
     def _tell(self, cell: Cell, name: str, offer: _Offer) -> list[_Offer]:
         self._told.append((name, self.group.calls))
         # Who has failed need not hear of the others.
-        told = self.group.among(
-            () if offer.gone else cell.members, msgspec.msgpack.encode(offer), name, what=_WHAT
-        )
+        members = () if offer.gone else cell.members
+        try:
+            told = self.group.among(members, msgspec.msgpack.encode(offer), name, what=_WHAT)
+        except CommitTimeoutError as error:
+            # All ranks will wait for it no longer than this.
+            raise PeerLostError(error.message, rank=error.rank) from error
         offers = [msgspec.msgpack.decode(one, type=_Offer) for one in told]
         for rank, other in zip(cell.members, offers, strict=False):
             if other.gone:
@@ -252,7 +284,8 @@ class Sharing:
                 # One block at a time is slower than several: a lower bound, which speaks for the exchange.
                 storage = nbytes / GB / max(time.perf_counter() - began, 1e-9)
         fabric = self.config.fabric_gbps or self.rates.fabric_gbps
-        return _Offer(cached=cached, nbytes=nbytes, storage_gbps=storage, fabric_gbps=fabric)
+        held = "" if cell.local or self.network is None else self.network.held(cell.members)
+        return _Offer(cached=cached, nbytes=nbytes, storage_gbps=storage, fabric_gbps=fabric, held=held)
 
     def _against(self, cell: Cell, turns: Schedule, offers: list[_Offer]) -> tuple[bool, str]:
         """Whether each member reads for itself, and why, or why not. The same on all members."""
@@ -274,7 +307,14 @@ class Sharing:
     def _connect(
         self, cell: Cell, me: int, mine: list[Turn], nbytes: int, why: str, offers: list[_Offer]
     ) -> tuple[Channel | None, str]:
-        channel, why_not = (self._local if cell.local else self._over_network)(cell, me, mine, nbytes)
+        channel: LocalChannel | NetworkChannel | None
+        if cell.local:
+            channel, why_not = self._local(cell, me, mine, nbytes)
+        else:
+            held = {offer.held for offer in offers}
+            channel, why_not = self._over_network(
+                cell, me, mine, nbytes, held.pop() if len(held) == 1 else ""
+            )
         if channel is None or isinstance(channel, LocalChannel):
             return channel, why_not or why
         storage = [offer.storage_gbps for offer in offers if offer.storage_gbps is not None]
@@ -284,10 +324,10 @@ class Sharing:
             fabric = min((one.fabric_gbps for one in offers if one.fabric_gbps is not None), default=None)
             if fabric is None:
                 self.rates.fabric_gbps = channel.rate_gbps()
-                told = self._tell(cell, "rate", _Offer(fabric_gbps=self.rates.fabric_gbps))
+                told = self._tell(cell, _RATE, _Offer(fabric_gbps=self.rates.fabric_gbps))
                 fabric = min(offer.fabric_gbps or 0.0 for offer in told)
         except BaseException:
-            channel.close()
+            _leave(channel)
             raise
         largest = max(offer.nbytes for offer in offers)
         direct_s, exchange_s = _seconds(cell, largest, min(storage), fabric)
@@ -303,32 +343,32 @@ class Sharing:
             channel = None
             try:
                 channel = LocalChannel(cell.members, me, mine, nbytes, self.config.restore_timeout_s)
-                held.callback(channel.close)
+                held.push(partial(_closed, channel))
                 offer = _Offer(ring=channel.offer())
-            except CheckpointError as error:
-                offer = _Offer(problem=error.message)
-            rings = self._tell(cell, "ring", offer)
+            except Exception as error:
+                offer = _Offer(problem=_said(error))
+            rings = self._tell(cell, _RING, offer)
             problem = next((one.problem for one in rings if one.problem), "")
             if channel is not None and not problem:
                 try:
                     channel.connect([one.ring for one in rings if one.ring is not None])
-                except CheckpointError as error:
-                    problem = str(error)
+                except Exception as error:
+                    problem = _said(error)
             problem = self._problem_of_any(cell, problem)
             if not problem:
                 held.pop_all()
             return (None if problem else channel), problem
 
     def _over_network(
-        self, cell: Cell, me: int, mine: list[Turn], nbytes: int
+        self, cell: Cell, me: int, mine: list[Turn], nbytes: int, held_by_all: str
     ) -> tuple[NetworkChannel | None, str]:
         assert self.network is not None
         with ExitStack() as held:
             channel, problem = None, ""
             try:
                 name = f"{self.group.calls}-{cell.members[0]}"
-                channel = self.network.open(cell.members, me, mine, nbytes, name)
-                held.callback(channel.close)
+                channel = self.network.open(cell.members, me, mine, nbytes, name, held_by_all)
+                held.push(partial(_closed, channel))
             except Exception as error:  # whatever torch raises
                 problem = f"no process group for the exchange: {error}"
             problem = self._problem_of_any(cell, problem)
@@ -337,8 +377,27 @@ class Sharing:
             return (None if problem else channel), problem
 
     def _problem_of_any(self, cell: Cell, problem: str) -> str:
-        told = self._tell(cell, "joined", _Offer(problem=problem))
+        told = self._tell(cell, _JOINED, _Offer(problem=problem))
         return next((one.problem for one in told if one.problem), "")
+
+
+def _closed(channel: Channel, kind: type[BaseException] | None, *_: object) -> None:
+    """At the end of a `with`."""
+    if kind is None:
+        channel.close()
+    else:
+        _leave(channel)
+
+
+def _leave(channel: Channel) -> None:
+    """The other members may be in theirs already."""
+    channel.stop()
+    channel.give_up([])
+    channel.close()
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _seconds(cell: Cell, nbytes: int, storage_gbps: float, fabric_gbps: float) -> tuple[float, float]:

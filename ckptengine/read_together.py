@@ -30,7 +30,7 @@ def read_together(
             opened.update(shards.readers(match, verify, held))
             return opened
 
-        with watch.measure("exchange"):
+        with watch.measure("exchange"), common.telling():
             exchange = common.open(open_all, retain=not match.one_round)
         if exchange is None:
             return None

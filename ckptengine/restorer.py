@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -148,7 +148,8 @@ def _restore_step(parts: RestoreParts, assignment: Assignment, target: RestoreTa
     def read() -> None:
         nonlocal stats, read_s
         begun = time.perf_counter()
-        target.begin(match)
+        with nullcontext() if common is None else common.telling():
+            target.begin(match)
         together = None
         if common is not None and common.has_cell:
             together = read_together(

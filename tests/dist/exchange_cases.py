@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptengine as ck
 from ckptengine import read_once
+from ckptengine.adapters.restore import RestoreTarget
 from ckptengine.read import reader
 from native_bench import page_cache
 from tests.adapters.fake import same
@@ -117,10 +118,16 @@ def restore(root: str, kind: str, options: dict[str, Any]) -> tuple[ck.RestoreIn
     return info, count
 
 
-def restore_twice(root: str, kind: str, options: dict[str, Any]) -> list[ck.RestoreInfo]:
+def restore_twice(
+    root: str, kind: str, options: dict[str, Any], forgetful: int | None = None
+) -> list[ck.RestoreInfo]:
+    """forgetful: a rank that gives up its connections after the first one."""
     infos = []
     with checkpointer(root, **options) as ckpt:
         for _ in range(2):
+            if infos and rank() == forgetful:
+                assert ckpt._network is not None and ckpt._network._groups
+                ckpt._network.close()
             target = STATES[kind](999)
             infos.append(ckpt.restore(target))
             assert same(plain(target), plain(STATES[kind](infos[-1].step)))
@@ -135,6 +142,44 @@ def in_rounds(root: str, options: dict[str, Any]) -> tuple[ck.RestoreInfo, int]:
         patch.setattr(rounds, "BUFFER_NBYTES", 20_000)
         patch.setattr(rounds, "PIECE_NBYTES", 10_000)
         return restore(root, "transposed", options)
+
+
+def restore_measured(root: str, options: dict[str, Any]) -> ck.RestoreInfo:
+    """The ranks read a block each, to see how fast the storage is."""
+    with pytest.MonkeyPatch.context() as patch, checkpointer(root, direct_io="auto", **options) as ckpt:
+        patch.setattr(read_once, "MEASURE_NBYTES", 0)
+        patch.setattr(reader.ShardReader, "are_cached", lambda *_: False)
+        return ckpt.restore(ddp(999))
+
+
+def restore_without_threads(root: str, victim: int, options: dict[str, Any]) -> ck.RestoreInfo:
+    """Which the victim's channel would need."""
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name in ("ckptengine-ring", "ckptengine-exchange"):
+            raise RuntimeError("no new thread")
+        start(self)
+
+    with pytest.MonkeyPatch.context() as patch, checkpointer(root, **options) as ckpt:
+        if rank() == victim:
+            patch.setattr(threading.Thread, "start", refuse)
+        target = ddp(999)
+        info = ckpt.restore(target)
+        assert same(plain(target), plain(ddp(1)))
+        return info
+
+
+def restore_without_memory(root: str, victim: int, options: dict[str, Any]) -> None:
+    """The victim has none for its part."""
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no memory for this")
+
+    with pytest.MonkeyPatch.context() as patch, checkpointer(root, **options) as ckpt:
+        if rank() == victim:
+            patch.setattr(RestoreTarget, "begin", refuse)
+        ckpt.restore(ddp(999))
 
 
 def restore_held(root: str, ready: str, victim: int, options: dict[str, Any]) -> None:
