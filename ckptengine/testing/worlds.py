@@ -12,11 +12,10 @@ import msgspec
 
 from ckptengine import phases, restorer
 from ckptengine.comm.group import COORDINATOR, Group
-from ckptengine.comm.same_options import SameOptions
 from ckptengine.comm.transport import MemoryTransport
 from ckptengine.config import Config
 from ckptengine.info import RestoreInfo
-from ckptengine.restore_options import RestoreOptions
+from ckptengine.restore_options import RestoreOptions, SameRestoreOptions
 from ckptengine.storage.store import Store
 
 CALLS = 8
@@ -60,8 +59,9 @@ def restore_two_ranks(
     """
     space = _Space()
     options = RestoreOptions()
-    same = SameOptions("", "", options.to_compare(None, streaming=False)).own()
-    agreed = msgspec.msgpack.encode({"value": same, "failure": None})
+    same = SameRestoreOptions()
+    same.options = options.to_compare(None, streaming=False)
+    agreed = msgspec.msgpack.encode({"value": same.own(), "failure": None})
     for rank in range(ranks):
         report = all_good(rank)
         for call in range(1, CALLS) if rank not in (COORDINATOR, other) else ():
