@@ -8,9 +8,7 @@ blocks go round, as that costs next to nothing; over the network where the rates
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +20,7 @@ import msgspec
 
 from ckptengine.comm.failure import PeerLostError, StoppedByPeerError
 from ckptengine.comm.group import Group
+from ckptengine.comm.host import host_id
 from ckptengine.config import Config
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.info import ExchangeInfo
@@ -101,16 +100,6 @@ class Rates:
 
     storage_gbps: float | None = None
     fabric_gbps: float | None = None
-
-
-def host_id() -> bytes:
-    """The same for processes that can share memory: of one boot of one machine, in one PID namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            boot = file.read()
-        return hashlib.blake2b(boot + os.readlink("/proc/self/ns/pid").encode(), digest_size=8).digest()
-    except OSError:
-        return os.urandom(8)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import threading
 
 import msgspec
 
+from ckptengine.comm.host import host_id
 from ckptengine.comm.transport import Transport
 
 REACH = 8
@@ -22,10 +23,9 @@ that concerns."""
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
-    """host: of one boot of one machine, in one PID namespace. started: by the kernel's clock, as another
-    process may get the number of one that has ended."""
+    """started: by the kernel's clock, as another process may get the number of one that has ended."""
 
-    host: str
+    host: bytes
     pid: int
     started: int
 
@@ -41,7 +41,7 @@ class Neighbours:
         self._rank = rank
         self._transport = transport
         self._prefix = prefix
-        self._here: str | None = None
+        self._here: bytes | None = None
         reach = range(max(rank - REACH, 0), min(rank + REACH + 1, world_size))
         self._unknown = {one for one in reach if one != rank}
         self._watched: dict[int, int] = {}
@@ -52,7 +52,7 @@ class Neighbours:
         """Say where this rank is, for the others to watch. Nothing where the system has no means to."""
         with contextlib.suppress(OSError, AttributeError, ValueError, IndexError):
             os.close(os.pidfd_open(os.getpid()))
-            here = _host()
+            here = host_id()
             place = _Place(here, os.getpid(), _started(os.getpid()))
             self._here = here
             if self._unknown:
@@ -106,11 +106,6 @@ class Neighbours:
         if self._here is not None:
             with contextlib.suppress(ConnectionError):
                 self._transport.delete(f"{self._prefix}/{self._rank}")
-
-
-def _host() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _started(pid: int) -> int:

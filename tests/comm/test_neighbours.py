@@ -103,7 +103,7 @@ def test_a_process_of_another_host_is_not_looked_for() -> None:
     one.publish()
     other.publish()
     _, pid, _ = msgspec.msgpack.decode(space.peek("at/1") or b"")
-    space.set("at/1", msgspec.msgpack.encode(("another", pid, 1)))
+    space.set("at/1", msgspec.msgpack.encode((b"another", pid, 1)))
     assert one.ended() == []
 
 
