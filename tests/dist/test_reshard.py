@@ -18,6 +18,7 @@ pytestmark = pytest.mark.dist
 
 FEW = [(4, 2), (2, 3), (2, 2)]
 MORE = [(saved, restored) for saved in (1, 2, 4) for restored in (1, 2, 3, 4) if (saved, restored) not in FEW]
+MORE += [(4, 8)]
 WORLDS = [*FEW, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)]
 
 
@@ -55,7 +56,7 @@ def test_names_that_a_wrapper_was_in_are_known_again(groups: Groups, root: str, 
         assert min(counts) >= 14
 
 
-@pytest.mark.parametrize("restored_by", [1, 2, 3, 4])
+@pytest.mark.parametrize("restored_by", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_local_state_dicts_of_flat_parameters(groups: Groups, root: str, restored_by: int) -> None:
     groups[4].call(reshard_cases.save_local_state_dict, root)
     assert groups[restored_by].call(reshard_cases.restore_local_state_dict, root) == [3] * restored_by

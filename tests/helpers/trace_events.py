@@ -15,12 +15,13 @@ Event = dict[str, Any]
 
 
 def load(path: Path | str) -> list[Event]:
-    """The events of a trace, which a crash may have left without its end."""
+    """The events of a trace, which a crash, or the moment in which it is looked at, may have left without its
+    end: also in the middle of a line."""
     text = Path(path).read_text()
     try:
         found = json.loads(text)
     except json.JSONDecodeError:
-        found = json.loads(text.rstrip().removesuffix(",") + "]")
+        found = json.loads(text[: text.rfind("\n")].removesuffix(",") + "]")
     return found["traceEvents"] if isinstance(found, dict) else found
 
 
