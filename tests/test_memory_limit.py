@@ -122,7 +122,7 @@ TOGETHER = """
 def test_ranks_that_save_at_once_see_what_the_others_take(tmp_path: Path) -> None:
     """Four under one limit, which has room for any one's snapshot, and not for all of theirs."""
     small, large = 60, 300
-    with memory_group(2800 * MIB) as group, contextlib.ExitStack() as running:
+    with memory_group(3000 * MIB) as group, contextlib.ExitStack() as running:
         procs = str(group / "cgroup.procs")
         ranks = [
             running.enter_context(Script(TOGETHER, procs, str(tmp_path), str(me), str(small), str(large)))

@@ -81,15 +81,18 @@ def stop_when_it_waits_for_the_outcome(task: bytes) -> None:
 
 
 def stop_once_in_the_middle(task: bytes) -> None:
-    """The engine's own task, in a process that SIGSTOP stops before it finishes its shard, this once."""
+    """The engine's own task, in a process that SIGSTOP stops before it finishes its shard, this once. If its
+    trainer ends meanwhile, it does not come to finish it: it would be a race with its end."""
     from ckptengine.adapters import worker
     from ckptengine.storage.blockio import PosixWriter
 
-    finish = PosixWriter.finish
+    finish, trainer = PosixWriter.finish, os.getppid()
 
     def stop(self: PosixWriter, nbytes: int | None = None) -> int:
         PosixWriter.finish = finish  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGSTOP)
+        if os.getppid() != trainer:
+            time.sleep(600)
         return finish(self, nbytes)
 
     PosixWriter.finish = stop  # type: ignore[method-assign]
