@@ -25,7 +25,7 @@ from ckptengine.run import Run
 from ckptengine.storage.store import Store
 from ckptengine.write.fate import COMMIT_GRACE_S, give_up
 from ckptengine.write.messages import Outcome, Ready, WriteTask, outcome_key, ready_key
-from ckptengine.write.save import report_failure, step_path, undecided
+from ckptengine.write.save import committed_as, report_failure, step_path, undecided
 from ckptengine.write.waiting import OUTCOME_GRACE_S
 
 logger = logging.getLogger(__name__)
@@ -107,13 +107,7 @@ class GivingUp:
             )
         if not found or found[0].attempt != task.attempt:
             return None
-        manifest = found[0]
-        return Outcome(
-            committed=True,
-            fingerprint=manifest.fingerprint,
-            nbytes=manifest.nbytes,
-            committed_at=manifest.created,
-        )
+        return committed_as(found[0])
 
     def _tell_outcome(self, attempt: str, outcome: Outcome) -> Outcome:
         try:

@@ -268,7 +268,7 @@ def _decide(
         )
         reporter.beat()
         outcome = msgspec.structs.replace(
-            _committed(manifest),
+            committed_as(manifest),
             # The manifest was made, and says so, before it was published.
             committed_at=time.time(),
             notes=own.notes,
@@ -299,7 +299,7 @@ def _report_and_wait(
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(store, step_path(task))
             if manifest.attempt == task.attempt:
-                return _committed(manifest)
+                return committed_as(manifest)
         if isinstance(error, CheckpointError):
             raise
         raise undecided(task, error) from None
@@ -331,7 +331,8 @@ def undecided(task: WriteTask, reason: object) -> CommitTimeoutError:
     )
 
 
-def _committed(manifest: Manifest) -> Outcome:
+def committed_as(manifest: Manifest) -> Outcome:
+    """The outcome of the attempt that `manifest` commits."""
     return Outcome(
         committed=True,
         fingerprint=manifest.fingerprint,
