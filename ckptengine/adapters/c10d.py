@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from ckptengine.adapters.gloo_channel import GlooNetwork
+from ckptengine.comm.group import GRACE_S
 from ckptengine.comm.transport import FileTransport, MemoryTransport, Transport, wait_for
 from ckptengine.errors import CheckpointError, CommitTimeoutError
 from ckptengine.write.messages import TransportSpec
@@ -27,7 +28,6 @@ CONNECT_TIMEOUT_S = 30.0
 HELLO = "ckptengine/hello"
 NONCE_NBYTES = 16
 NOBODY = b"-"
-ANSWER_GRACE_S = 10.0
 
 
 class StoreTransport:
@@ -145,7 +145,7 @@ class Membership:
         self.hello.set(f"{HELLO}/heard/{self.rank}", greeting)
         # The coordinator may need the whole deadline itself before it can say who is missing.
         missing = wait_for(
-            lambda: _peek(self.hello, f"{HELLO}/missing/{greeting.decode()}"), timeout_s + ANSWER_GRACE_S
+            lambda: _peek(self.hello, f"{HELLO}/missing/{greeting.decode()}"), timeout_s + GRACE_S
         )
         if missing is None:
             raise CommitTimeoutError(f"the coordinator went silent for {timeout_s:g} s", rank=0)
